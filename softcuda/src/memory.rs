@@ -1,0 +1,239 @@
+//! Memory, copies and fills.
+
+use std::ffi::{c_int, c_uint, c_ushort, c_void};
+
+use cudarc::driver::sys::{CUcontext, CUstream};
+
+pub(crate) use crate::system::MemoryKind;
+use crate::system::{self, Allocation, Answer, INVALID_VALUE, NOT_PERMITTED, OUT_OF_MEMORY, Source, System, Work};
+use crate::{call, call_outside, device, put, stream};
+
+/// The memory of a software device.
+const TOTAL: usize = 4 << 30;
+const GLOBAL: u32 = 1;
+const HOST: u32 = 2;
+
+fn used(system: &System, context: usize) -> usize {
+    system.memory.values().filter(|allocation| allocation.context == context).map(|allocation| allocation.len).sum()
+}
+
+fn allocate(size: usize, kind: MemoryKind, attach: u32) -> Answer<u64> {
+    if size == 0 {
+        return Err(INVALID_VALUE);
+    }
+    let context = device::current()?;
+    let _submission = system::submission(context);
+    {
+        let system = system::lock();
+        system.sound(context)?;
+        if size > TOTAL - used(&system, context).min(TOTAL) {
+            return Err(OUT_OF_MEMORY);
+        }
+    }
+    let bytes = vec![0_u128; size.div_ceil(size_of::<u128>())].into_boxed_slice();
+    let address = bytes.as_ptr() as u64;
+    let allocation = Allocation { context, kind, bytes, len: size, attached_at_first: attach, attached: (attach, 0) };
+    system::lock().memory.insert(address, allocation);
+    Ok(address)
+}
+
+/// Frees when all work that is pending in the context is done, as the real driver does.
+fn free(address: u64, kinds: &[MemoryKind]) -> Answer {
+    if address == 0 {
+        return Ok(());
+    }
+    let system = system::lock();
+    let allocation = system.memory.get(&address).filter(|allocation| kinds.contains(&allocation.kind));
+    let context = allocation.ok_or(INVALID_VALUE)?.context;
+    system.sound(context)?;
+    if system::in_callback() {
+        // It would wait for itself.
+        return Err(NOT_PERMITTED);
+    }
+    let targets = system::drained(&system, |_, stream| stream.context == context);
+    let mut system =
+        system::wait_until(system, |system| system.sound(context).is_err() || system::reached(system, &targets));
+    system.sound(context)?;
+    let freed = system.memory.remove(&address);
+    drop(system);
+    drop(freed);
+    Ok(())
+}
+
+/// The kind of memory that a range is in; `None` for plain host memory. An error when it leaves its allocation.
+pub(crate) fn kind_of_range(address: u64, len: usize) -> Answer<Option<MemoryKind>> {
+    if address == 0 && len > 0 {
+        return Err(INVALID_VALUE);
+    }
+    let system = system::lock();
+    let Some((&base, allocation)) = system.memory.range(..=address).next_back() else { return Ok(None) };
+    let offset = usize::try_from(address - base).map_err(|_| INVALID_VALUE)?;
+    if offset >= allocation.bytes.len() * size_of::<u128>() {
+        return Ok(None);
+    }
+    match offset.checked_add(len) {
+        Some(end) if end <= allocation.len => Ok(Some(allocation.kind)),
+        _ => Err(INVALID_VALUE),
+    }
+}
+
+pub unsafe extern "C" fn cuMemAlloc_v2(out: *mut u64, size: usize) -> c_uint {
+    // SAFETY: the caller's promise.
+    call_outside("cuMemAlloc_v2", || unsafe { put(out, 0).and(put(out, allocate(size, MemoryKind::Device, 0)?)) })
+}
+
+pub unsafe extern "C" fn cuMemFree_v2(ptr: u64) -> c_uint {
+    call("cuMemFree_v2", || free(ptr, &[MemoryKind::Device, MemoryKind::Managed]))
+}
+
+pub unsafe extern "C" fn cuMemAllocAsync(out: *mut u64, size: usize, stream: CUstream) -> c_uint {
+    call_outside("cuMemAllocAsync", || {
+        stream::resolve(stream)?;
+        // SAFETY: the caller's promise.
+        unsafe { put(out, 0).and(put(out, allocate(size, MemoryKind::Device, 0)?)) }
+    })
+}
+
+pub unsafe extern "C" fn cuMemFreeAsync(ptr: u64, stream: CUstream) -> c_uint {
+    call("cuMemFreeAsync", || {
+        let id = stream::resolve(stream)?;
+        if system::lock().memory.get(&ptr).is_none_or(|allocation| allocation.kind != MemoryKind::Device) {
+            return Err(INVALID_VALUE);
+        }
+        system::submit(id, Work::Free(ptr), Vec::new(), None)
+    })
+}
+
+pub unsafe extern "C" fn cuMemHostAlloc(out: *mut *mut c_void, size: usize, flags: c_uint) -> c_uint {
+    call_outside("cuMemHostAlloc", || {
+        if flags > 7 {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: the caller's promise.
+        unsafe {
+            put(out, std::ptr::null_mut())?;
+            put(out, allocate(size, MemoryKind::Pinned, 0)? as *mut c_void)
+        }
+    })
+}
+
+pub unsafe extern "C" fn cuMemFreeHost(ptr: *mut c_void) -> c_uint {
+    call("cuMemFreeHost", || free(ptr as u64, &[MemoryKind::Pinned]))
+}
+
+pub unsafe extern "C" fn cuMemHostGetDevicePointer_v2(out: *mut u64, host: *mut c_void, flags: c_uint) -> c_uint {
+    call("cuMemHostGetDevicePointer_v2", || {
+        if flags != 0 || kind_of_range(host as u64, 1)? != Some(MemoryKind::Pinned) {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { put(out, host as u64) }
+    })
+}
+
+pub unsafe extern "C" fn cuMemAllocManaged(out: *mut u64, size: usize, flags: c_uint) -> c_uint {
+    call_outside("cuMemAllocManaged", || {
+        if !matches!(flags, GLOBAL | HOST) {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { put(out, 0).and(put(out, allocate(size, MemoryKind::Managed, flags)?)) }
+    })
+}
+
+pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_uint {
+    call_outside("cuMemGetInfo_v2", || {
+        let context = device::current()?;
+        let system = system::lock();
+        system.sound(context)?;
+        let left = TOTAL - used(&system, context).min(TOTAL);
+        // SAFETY: the caller's promise.
+        unsafe { put(free, left).and(put(total, TOTAL)) }
+    })
+}
+
+pub unsafe extern "C" fn cuMemcpy(dst: u64, src: u64, size: usize) -> c_uint {
+    call_outside("cuMemcpy", || {
+        let legacy = stream::resolve(std::ptr::null_mut())?;
+        // SAFETY: the caller's promise.
+        unsafe { copy(dst, src, size, legacy) }?;
+        stream::synchronize(legacy)
+    })
+}
+
+pub unsafe extern "C" fn cuMemcpyAsync(dst: u64, src: u64, size: usize, stream: CUstream) -> c_uint {
+    // SAFETY: the caller's promise.
+    call("cuMemcpyAsync", || unsafe { copy(dst, src, size, stream::resolve(stream)?) })
+}
+
+/// # Safety
+/// Plain host memory among the ranges is valid: until the call returns, and a source of a copy between host ranges until
+/// the stream has passed.
+unsafe fn copy(dst: u64, src: u64, bytes: usize, id: u64) -> Answer {
+    if bytes == 0 {
+        return Ok(());
+    }
+    let (to, from) = (kind_of_range(dst, bytes)?, kind_of_range(src, bytes)?);
+    // Pageable memory: a source is read at the call, a destination is written before it returns.
+    let source = match from {
+        // SAFETY: plain host memory, valid for the call.
+        None => Source::Staged(unsafe { std::slice::from_raw_parts(src as *const u8, bytes) }.to_vec()),
+        Some(_) => Source::Memory(src),
+    };
+    system::submit(id, Work::Copy { dst, src: source, bytes }, Vec::new(), None)?;
+    if to.is_none() { stream::synchronize(id) } else { Ok(()) }
+}
+
+fn fill(dst: u64, value: u32, width: usize, count: usize, id: u64) -> Answer {
+    if count == 0 {
+        return Ok(());
+    }
+    let bytes = count.checked_mul(width).ok_or(INVALID_VALUE)?;
+    // Plain host memory is not the device's to write.
+    if !dst.is_multiple_of(width as u64) || kind_of_range(dst, bytes)?.is_none() {
+        return Err(INVALID_VALUE);
+    }
+    system::submit(id, Work::Fill { dst, value, width, count }, Vec::new(), None)
+}
+
+pub unsafe extern "C" fn cuMemsetD8_v2(dst: u64, value: u8, count: usize) -> c_uint {
+    call_outside("cuMemsetD8_v2", || {
+        let legacy = stream::resolve(std::ptr::null_mut())?;
+        fill(dst, u32::from(value), 1, count, legacy)?;
+        stream::synchronize(legacy)
+    })
+}
+
+pub unsafe extern "C" fn cuMemsetD8Async(dst: u64, value: u8, count: usize, stream: CUstream) -> c_uint {
+    call("cuMemsetD8Async", || fill(dst, u32::from(value), 1, count, stream::resolve(stream)?))
+}
+
+pub unsafe extern "C" fn cuMemsetD16Async(dst: u64, value: c_ushort, count: usize, stream: CUstream) -> c_uint {
+    call("cuMemsetD16Async", || fill(dst, u32::from(value), 2, count, stream::resolve(stream)?))
+}
+
+pub unsafe extern "C" fn cuMemsetD32Async(dst: u64, value: c_uint, count: usize, stream: CUstream) -> c_uint {
+    call("cuMemsetD32Async", || fill(dst, value, 4, count, stream::resolve(stream)?))
+}
+
+pub unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribute: c_uint, ptr: u64) -> c_uint {
+    call("cuPointerGetAttribute", || {
+        let kind = kind_of_range(ptr, 1)?.ok_or(INVALID_VALUE)?;
+        let system = system::lock();
+        let (_, allocation) = system.memory.range(..=ptr).next_back().ok_or(INVALID_VALUE)?;
+        // SAFETY: the caller has room for the attribute's type.
+        unsafe {
+            match attribute {
+                1 => put(data.cast::<CUcontext>(), allocation.context as CUcontext),
+                2 => put(data.cast::<c_uint>(), if kind == MemoryKind::Pinned { 1 } else { 2 }),
+                3 | 4 => put(data.cast::<u64>(), ptr),
+                8 => put(data.cast::<c_uint>(), c_uint::from(kind == MemoryKind::Managed)),
+                9 => {
+                    let ordinal = device::ordinal_of(allocation.context);
+                    put(data.cast::<c_int>(), c_int::try_from(ordinal).expect("at most 16"))
+                }
+                _ => Err(INVALID_VALUE),
+            }
+        }
+    })
+}

@@ -1,0 +1,321 @@
+//! Stream management, and memory operations of streams.
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
+
+use cudarc::driver::sys::{CUcontext, CUevent, CUgreenCtx, CUhostFn, CUstream, CUstreamBatchMemOpParams};
+
+use crate::device::{self, PRIORITIES};
+use crate::memory::{self, MemoryKind};
+use crate::system::{
+    self, Answer, Condition, HostCall, ILLEGAL_STATE, INVALID_HANDLE, INVALID_VALUE, NOT_READY, StreamState, Work,
+};
+use crate::{call, call_outside, put};
+
+const LEGACY: usize = 1;
+const PER_THREAD: usize = 2;
+
+/// The per-thread default streams of a thread, by context. They go with the thread.
+#[derive(Default)]
+struct ThreadStreams(HashMap<usize, u64>);
+
+impl Drop for ThreadStreams {
+    fn drop(&mut self) {
+        let mut system = system::lock();
+        for &stream in self.0.values() {
+            system.retire(stream);
+        }
+    }
+}
+
+thread_local! {
+    static THREAD_STREAMS: RefCell<ThreadStreams> = RefCell::default();
+    static CAPTURE_MODE: Cell<c_uint> = const { Cell::new(0) };
+}
+
+/// The stream that a handle names on this thread.
+pub(crate) fn resolve(handle: CUstream) -> Answer<u64> {
+    match handle as usize {
+        0 | LEGACY => {
+            let context = device::current()?;
+            Ok(system::lock().contexts.get(&context).ok_or(INVALID_HANDLE)?.legacy)
+        }
+        PER_THREAD => {
+            let context = device::current()?;
+            THREAD_STREAMS.with_borrow_mut(|streams| {
+                let mut system = system::lock();
+                match streams.0.get(&context) {
+                    Some(&stream) if system.streams.contains_key(&stream) => Ok(stream),
+                    _ => {
+                        let stream = system.new_stream(context, 0, 0);
+                        streams.0.insert(context, stream);
+                        Ok(stream)
+                    }
+                }
+            })
+        }
+        other => system::lock().handles.get(&other).copied().ok_or(INVALID_HANDLE),
+    }
+}
+
+fn look<T>(handle: CUstream, ask: impl FnOnce(u64, &StreamState) -> T) -> Answer<T> {
+    let stream = resolve(handle)?;
+    let system = system::lock();
+    let state = system.streams.get(&stream).ok_or(INVALID_HANDLE)?;
+    system.sound(state.context)?;
+    Ok(ask(stream, state))
+}
+
+pub unsafe extern "C" fn cuStreamCreate(out: *mut CUstream, flags: c_uint) -> c_uint {
+    call_outside("cuStreamCreate", || create(out, flags, 0))
+}
+
+pub unsafe extern "C" fn cuStreamCreateWithPriority(out: *mut CUstream, flags: c_uint, priority: c_int) -> c_uint {
+    call_outside("cuStreamCreateWithPriority", || create(out, flags, priority))
+}
+
+fn create(out: *mut CUstream, flags: c_uint, priority: c_int) -> Answer {
+    if out.is_null() || flags > 1 {
+        return Err(INVALID_VALUE);
+    }
+    let context = device::current()?;
+    let _submission = system::submission(context);
+    let mut system = system::lock();
+    system.sound(context)?;
+    let stream = system.new_stream(context, flags, priority.clamp(PRIORITIES.1, PRIORITIES.0));
+    let handle = system::fresh_handle();
+    system.handles.insert(handle, stream);
+    // SAFETY: the caller's promise.
+    unsafe { put(out, handle as CUstream) }
+}
+
+pub unsafe extern "C" fn cuStreamDestroy_v2(stream: CUstream) -> c_uint {
+    call("cuStreamDestroy_v2", || {
+        let mut system = system::lock();
+        let id = system.handles.remove(&(stream as usize)).ok_or(INVALID_HANDLE)?;
+        let context = system.streams.get(&id).map(|state| state.context);
+        system.retire(id);
+        context.map_or(Ok(()), |context| system.sound(context))
+    })
+}
+
+pub unsafe extern "C" fn cuStreamQuery(stream: CUstream) -> c_uint {
+    call("cuStreamQuery", || {
+        let id = resolve(stream)?;
+        let system = system::lock();
+        system.sound(system.streams.get(&id).ok_or(INVALID_HANDLE)?.context)?;
+        if system.all_done(id) { Ok(()) } else { Err(NOT_READY) }
+    })
+}
+
+pub unsafe extern "C" fn cuStreamSynchronize(stream: CUstream) -> c_uint {
+    call("cuStreamSynchronize", || synchronize(resolve(stream)?))
+}
+
+/// Waits until all that the stream has now is done. For the legacy stream: the blocking ones too.
+pub(crate) fn synchronize(id: u64) -> Answer {
+    let system = system::lock();
+    let context = system.streams.get(&id).ok_or(INVALID_HANDLE)?.context;
+    let legacy = system.contexts.get(&context).is_some_and(|context| context.legacy == id);
+    let targets = system::drained(&system, |other, state| {
+        other == id || legacy && state.context == context && state.is_blocking()
+    });
+    let system =
+        system::wait_until(system, |system| system.sound(context).is_err() || system::reached(system, &targets));
+    system.sound(context)
+}
+
+pub unsafe extern "C" fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint) -> c_uint {
+    call("cuStreamWaitEvent", || {
+        match flags {
+            0 => {}
+            // EXTERNAL is for capturing streams.
+            1 => return Err(ILLEGAL_STATE),
+            _ => return Err(INVALID_VALUE),
+        }
+        let id = resolve(stream)?;
+        let place = system::lock().events.get(&(event as usize)).ok_or(INVALID_HANDLE)?.place.clone();
+        match place {
+            Some(place) if !place.is_done() => system::submit(id, Work::Mark, vec![place], None),
+            _ => look(stream, |_, _| ()),
+        }
+    })
+}
+
+pub unsafe extern "C" fn cuStreamAddCallback(
+    stream: CUstream,
+    callback: Option<unsafe extern "C" fn(CUstream, c_uint, *mut c_void)>,
+    data: *mut c_void,
+    flags: c_uint,
+) -> c_uint {
+    call("cuStreamAddCallback", || {
+        let function = callback.filter(|_| flags == 0).ok_or(INVALID_VALUE)?;
+        submit_call(stream, HostCall::Callback(function), data)
+    })
+}
+
+pub unsafe extern "C" fn cuLaunchHostFunc(stream: CUstream, function: CUhostFn, data: *mut c_void) -> c_uint {
+    call("cuLaunchHostFunc", || {
+        let function = function.ok_or(INVALID_VALUE)?;
+        submit_call(stream, HostCall::Function(function), data)
+    })
+}
+
+fn submit_call(stream: CUstream, call: HostCall, data: *mut c_void) -> Answer {
+    let work = Work::Host { call, handle: stream as usize, data: data as usize };
+    system::submit(resolve(stream)?, work, Vec::new(), None)
+}
+
+pub unsafe extern "C" fn cuStreamAttachMemAsync(stream: CUstream, ptr: u64, length: usize, flags: c_uint) -> c_uint {
+    const SINGLE: c_uint = 4;
+    call("cuStreamAttachMemAsync", || {
+        let id = resolve(stream)?;
+        // No flag at all crashes the real driver; an invalid value is kinder.
+        if !matches!(flags, 1 | 2 | SINGLE) || flags == SINGLE && stream.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        {
+            let system = system::lock();
+            let allocation = system.memory.get(&ptr).filter(|allocation| allocation.kind == MemoryKind::Managed);
+            if !allocation.is_some_and(|allocation| length == 0 || length == allocation.len) {
+                return Err(INVALID_VALUE);
+            }
+        }
+        let to = if flags == SINGLE { id } else { 0 };
+        system::submit(id, Work::Attach { address: ptr, kind: flags, stream: to }, Vec::new(), None)
+    })
+}
+
+pub unsafe extern "C" fn cuStreamGetFlags(stream: CUstream, flags: *mut c_uint) -> c_uint {
+    // SAFETY: the caller's promise.
+    call("cuStreamGetFlags", || look(stream, |_, state| state.flags).and_then(|value| unsafe { put(flags, value) }))
+}
+
+pub unsafe extern "C" fn cuStreamGetPriority(stream: CUstream, priority: *mut c_int) -> c_uint {
+    call("cuStreamGetPriority", || {
+        // SAFETY: the caller's promise.
+        look(stream, |_, state| state.priority).and_then(|value| unsafe { put(priority, value) })
+    })
+}
+
+pub unsafe extern "C" fn cuStreamGetId(stream: CUstream, id: *mut c_ulonglong) -> c_uint {
+    // SAFETY: the caller's promise.
+    call("cuStreamGetId", || look(stream, |stream, _| stream).and_then(|value| unsafe { put(id, value) }))
+}
+
+pub unsafe extern "C" fn cuStreamGetCtx(stream: CUstream, ctx: *mut CUcontext) -> c_uint {
+    call("cuStreamGetCtx", || {
+        // SAFETY: the caller's promise.
+        look(stream, |_, state| state.context).and_then(|value| unsafe { put(ctx, value as CUcontext) })
+    })
+}
+
+pub unsafe extern "C" fn cuStreamGetCtx_v2(stream: CUstream, ctx: *mut CUcontext, green: *mut CUgreenCtx) -> c_uint {
+    call("cuStreamGetCtx_v2", || {
+        let context = look(stream, |_, state| state.context)?;
+        // SAFETY: the caller's promise.
+        unsafe { put(ctx, context as CUcontext).and(put(green, std::ptr::null_mut())) }
+    })
+}
+
+pub unsafe extern "C" fn cuStreamGetDevice(stream: CUstream, out: *mut c_int) -> c_uint {
+    call("cuStreamGetDevice", || {
+        let ordinal = device::ordinal_of(look(stream, |_, state| state.context)?);
+        // SAFETY: the caller's promise.
+        unsafe { put(out, c_int::try_from(ordinal).expect("at most 16")) }
+    })
+}
+
+pub unsafe extern "C" fn cuStreamIsCapturing(stream: CUstream, status: *mut c_uint) -> c_uint {
+    // SAFETY: the caller's promise.
+    call("cuStreamIsCapturing", || look(stream, |_, _| ()).and_then(|()| unsafe { put(status, 0) }))
+}
+
+pub unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) -> c_uint {
+    call("cuThreadExchangeStreamCaptureMode", || {
+        if mode.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: not NULL, so valid: the caller's promise. A mode that does not exist is taken, as in the real driver.
+        unsafe { mode.write(CAPTURE_MODE.replace(mode.read())) };
+        Ok(())
+    })
+}
+
+/// One stream memory operation, its arguments checked.
+fn memory_operation(address: u64, wide: bool, value: u64, wait: Option<c_uint>) -> Answer<Work> {
+    const FLUSH: c_uint = 1 << 30;
+    let width = if wide { 8 } else { 4 };
+    if !address.is_multiple_of(width) || memory::kind_of_range(address, width as usize)?.is_none() {
+        return Err(INVALID_VALUE);
+    }
+    Ok(match wait.map(|flags| flags & !FLUSH) {
+        None => Work::Write { address, wide, value },
+        Some(kind @ 0..=3) => Work::WaitValue(Condition { address, wide, value, kind }),
+        Some(_) => return Err(INVALID_VALUE),
+    })
+}
+
+fn submit_operation(stream: CUstream, address: u64, wide: bool, value: u64, wait: Option<c_uint>) -> Answer {
+    let id = resolve(stream)?;
+    system::submit(id, memory_operation(address, wide, value, wait)?, Vec::new(), None)
+}
+
+pub unsafe extern "C" fn cuStreamWaitValue32_v2(stream: CUstream, addr: u64, value: u32, flags: c_uint) -> c_uint {
+    call("cuStreamWaitValue32_v2", || submit_operation(stream, addr, false, u64::from(value), Some(flags)))
+}
+
+pub unsafe extern "C" fn cuStreamWaitValue64_v2(stream: CUstream, addr: u64, value: u64, flags: c_uint) -> c_uint {
+    call("cuStreamWaitValue64_v2", || submit_operation(stream, addr, true, value, Some(flags)))
+}
+
+pub unsafe extern "C" fn cuStreamWriteValue32_v2(stream: CUstream, addr: u64, value: u32, flags: c_uint) -> c_uint {
+    call("cuStreamWriteValue32_v2", || {
+        if flags != 0 { Err(INVALID_VALUE) } else { submit_operation(stream, addr, false, u64::from(value), None) }
+    })
+}
+
+pub unsafe extern "C" fn cuStreamWriteValue64_v2(stream: CUstream, addr: u64, value: u64, flags: c_uint) -> c_uint {
+    call("cuStreamWriteValue64_v2", || {
+        if flags != 0 { Err(INVALID_VALUE) } else { submit_operation(stream, addr, true, value, None) }
+    })
+}
+
+pub unsafe extern "C" fn cuStreamBatchMemOp_v2(
+    stream: CUstream,
+    count: c_uint,
+    ops: *mut CUstreamBatchMemOpParams,
+    flags: c_uint,
+) -> c_uint {
+    /// The layout that all members of the union share.
+    #[repr(C)]
+    #[derive(Clone, Copy)]
+    struct Params {
+        operation: u32,
+        address: u64,
+        value: u64,
+        flags: u32,
+    }
+    const MOST: c_uint = 256;
+    call("cuStreamBatchMemOp_v2", || {
+        let id = resolve(stream)?;
+        if flags != 0 || count == 0 || count >= MOST || ops.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        let mut works = Vec::with_capacity(count as usize);
+        for index in 0..count as usize {
+            // SAFETY: the caller has `count` operations; the struct is a prefix of each member of the union.
+            let op = unsafe { ops.add(index).cast::<Params>().read() };
+            let (wide, wait) = match op.operation {
+                1 => (false, Some(op.flags)),
+                2 => (false, None),
+                4 => (true, Some(op.flags)),
+                5 => (true, None),
+                _ => return Err(INVALID_VALUE),
+            };
+            works.push(memory_operation(op.address, wide, op.value, wait)?);
+        }
+        works.into_iter().try_for_each(|work| system::submit(id, work, Vec::new(), None))
+    })
+}

@@ -1,0 +1,377 @@
+//! [`Completion`]: the one-shot result of host code, or of reaching a point of a stream.
+
+use std::future::Future;
+use std::panic::{self, AssertUnwindSafe};
+use std::pin::Pin;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use crate::api::in_callback;
+use crate::error::{Error, Result, Status};
+
+/// How often a wait asks its caller whether to go on. Python answers Ctrl-C within this.
+pub(crate) const INTERRUPT_CHECK: Duration = Duration::from_millis(50);
+
+type Hook = Box<dyn FnOnce() + Send>;
+
+enum Phase<T> {
+    /// Queued. It can still be cancelled.
+    Pending,
+    /// The host code runs.
+    Running,
+    Done(Result<T>),
+    /// Done, and the result was moved out.
+    Taken,
+}
+
+struct State<T> {
+    phase: Phase<T>,
+    status: Option<Status>,
+    hooks: Vec<Hook>,
+    waker: Option<Waker>,
+}
+
+struct Shared<T> {
+    state: Mutex<State<T>>,
+    done: Condvar,
+}
+
+impl<T> Shared<T> {
+    /// Nothing that runs under the lock can panic, so a poisoned lock still guards a sound state.
+    fn lock(&self) -> MutexGuard<'_, State<T>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T> State<T> {
+    fn is_done(&self) -> bool {
+        matches!(self.phase, Phase::Done(_) | Phase::Taken)
+    }
+}
+
+/// The result of a callback, host function or continuation, or of a point of a stream that was reached.
+///
+/// It resolves exactly once: with what the host code returned, or with the [`Error`] that says why it did not run or
+/// how it ended. Dropping a `Completion` cancels nothing. It is also a [`Future`].
+#[must_use = "a completion carries the error of its host code"]
+pub struct Completion<T> {
+    shared: Arc<Shared<T>>,
+}
+
+/// The side that resolves a [`Completion`]. Dropped unresolved, it resolves it with [`Error::Shutdown`].
+pub(crate) struct Promise<T> {
+    shared: Arc<Shared<T>>,
+}
+
+pub(crate) fn channel<T>() -> (Promise<T>, Completion<T>) {
+    let shared = Arc::new(Shared {
+        state: Mutex::new(State { phase: Phase::Pending, status: None, hooks: Vec::new(), waker: None }),
+        done: Condvar::new(),
+    });
+    (Promise { shared: Arc::clone(&shared) }, Completion { shared })
+}
+
+impl<T> Completion<T> {
+    /// Whether it is resolved. Never blocks and never calls the driver.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.shared.lock().is_done()
+    }
+
+    /// The status that the driver gave at this point of the stream; `None` until then, and after a cancellation.
+    #[must_use]
+    pub fn status(&self) -> Option<Status> {
+        self.shared.lock().status
+    }
+
+    /// Asks that the host code be not run. True when it will not, because it had not started: the completion is then
+    /// resolved with [`Error::Cancelled`]. The stream's order is not changed.
+    pub fn cancel(&self) -> bool {
+        let pending = matches!(self.shared.lock().phase, Phase::Pending);
+        pending && self.shared.resolve(|phase| matches!(phase, Phase::Pending), Err(Error::Cancelled))
+    }
+
+    /// Calls `hook` once when this is resolved, at once if it is already.
+    ///
+    /// The hook runs on the thread that resolves, which may be the driver's callback thread: it must be quick, must not
+    /// block and must not call the driver.
+    pub fn on_done(&self, hook: impl FnOnce() + Send + 'static) {
+        let mut state = self.shared.lock();
+        if state.is_done() {
+            drop(state);
+            hook();
+        } else {
+            state.hooks.push(Box::new(hook));
+        }
+    }
+
+    /// Waits until this is resolved.
+    ///
+    /// `timeout` is the longest wait, without limit if `None`. `interrupted` is asked about every 50 ms whether to give
+    /// up.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], [`Error::Interrupted`]; [`Error::NotPermitted`] inside a callback when the wait would block: a
+    /// callback must not wait for work that may be queued behind it.
+    pub fn wait_done(&self, timeout: Option<Duration>, interrupted: &mut dyn FnMut() -> bool) -> Result<()> {
+        let mut state = self.shared.lock();
+        if state.is_done() {
+            return Ok(());
+        }
+        if in_callback() {
+            return Err(Error::NotPermitted {
+                what: "a callback must not wait for a completion: what it waits for may be queued behind it".into(),
+            });
+        }
+        let started = Instant::now();
+        loop {
+            let elapsed = started.elapsed();
+            let slice = match timeout {
+                Some(timeout) if elapsed >= timeout => return Err(Error::Timeout { waited: timeout }),
+                Some(timeout) => INTERRUPT_CHECK.min(timeout - elapsed),
+                None => INTERRUPT_CHECK,
+            };
+            let (guard, waited) = self.shared.done.wait_timeout(state, slice).unwrap_or_else(PoisonError::into_inner);
+            state = guard;
+            if state.is_done() {
+                return Ok(());
+            }
+            if waited.timed_out() {
+                drop(state);
+                if interrupted() {
+                    return Err(Error::Interrupted);
+                }
+                state = self.shared.lock();
+                if state.is_done() {
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// Calls `f` with the result, if there is one. `f` must not use this completion.
+    pub fn peek<R>(&self, f: impl FnOnce(&Result<T>) -> R) -> Option<R> {
+        match &self.shared.lock().phase {
+            Phase::Done(result) => Some(f(result)),
+            _ => None,
+        }
+    }
+
+    /// Waits for the result and moves it out.
+    ///
+    /// # Errors
+    /// The error of the host code, or one of [`Completion::wait_done`]'s. After a time-out the completion is gone; use
+    /// [`Completion::wait_done`] to wait in several steps.
+    pub fn into_result(self, timeout: Option<Duration>) -> Result<T> {
+        self.wait_done(timeout, &mut || false)?;
+        self.take().expect("resolved, and only this call moves the result out")
+    }
+
+    fn take(&self) -> Option<Result<T>> {
+        let mut state = self.shared.lock();
+        match std::mem::replace(&mut state.phase, Phase::Taken) {
+            Phase::Done(result) => Some(result),
+            other => {
+                state.phase = other;
+                None
+            }
+        }
+    }
+}
+
+impl<T> Future for Completion<T> {
+    type Output = Result<T>;
+
+    /// # Panics
+    /// When it is polled again after it gave its result.
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<T>> {
+        let mut state = self.shared.lock();
+        match state.phase {
+            Phase::Pending | Phase::Running => {
+                if !state.waker.as_ref().is_some_and(|waker| waker.will_wake(context.waker())) {
+                    state.waker = Some(context.waker().clone());
+                }
+                return Poll::Pending;
+            }
+            Phase::Done(_) => {}
+            Phase::Taken => panic!("a Completion was polled after it gave its result"),
+        }
+        drop(state);
+        Poll::Ready(self.take().expect("done, and polling has exclusive access"))
+    }
+}
+
+impl<T> std::fmt::Debug for Completion<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Completion").field("done", &self.is_done()).field("status", &self.status()).finish()
+    }
+}
+
+impl<T> Shared<T> {
+    /// Resolves with `result` if the phase passes `when`, then tells everybody who waits. False: it did not pass.
+    fn resolve(&self, when: impl FnOnce(&Phase<T>) -> bool, result: Result<T>) -> bool {
+        let mut state = self.lock();
+        if !when(&state.phase) {
+            return false;
+        }
+        state.phase = Phase::Done(result);
+        let hooks = std::mem::take(&mut state.hooks);
+        let waker = state.waker.take();
+        self.done.notify_all();
+        drop(state);
+        // A hook's panic must not keep the others from being told, nor reach the driver.
+        let shielded = |tell: Hook| drop(panic::catch_unwind(AssertUnwindSafe(tell)));
+        hooks.into_iter().for_each(shielded);
+        if let Some(waker) = waker {
+            shielded(Box::new(move || waker.wake()));
+        }
+        true
+    }
+}
+
+impl<T> Promise<T> {
+    /// The point of the stream is reached with `status`.
+    pub(crate) fn reached(&self, status: Status) {
+        let mut state = self.shared.lock();
+        if matches!(state.phase, Phase::Pending) {
+            state.status = Some(status);
+        }
+    }
+
+    /// Runs `f` and resolves with what it returns, or with its panic. Does nothing if it was cancelled. `ended` is told
+    /// how it went before anybody can see the result.
+    pub(crate) fn run(self, f: impl FnOnce() -> T, ended: impl FnOnce(Outcome)) {
+        {
+            let mut state = self.shared.lock();
+            match state.phase {
+                Phase::Pending => state.phase = Phase::Running,
+                _ => return ended(Outcome::Cancelled),
+            }
+        }
+        let result = panic::catch_unwind(AssertUnwindSafe(f)).map_err(|payload| {
+            let message = payload
+                .downcast_ref::<&str>()
+                .map(|text| (*text).to_owned())
+                .or_else(|| payload.downcast_ref::<String>().cloned())
+                .unwrap_or_else(|| "a panic without a message".into());
+            Error::Panicked { message }
+        });
+        ended(if result.is_ok() { Outcome::Ran } else { Outcome::Failed });
+        self.resolve(result);
+    }
+
+    /// Resolves without running anything.
+    pub(crate) fn resolve(self, result: Result<T>) {
+        self.shared.resolve(|phase| matches!(phase, Phase::Pending | Phase::Running), result);
+    }
+}
+
+/// How a piece of host code ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Outcome {
+    Ran,
+    Failed,
+    Cancelled,
+}
+
+impl<T> Drop for Promise<T> {
+    fn drop(&mut self) {
+        self.shared.resolve(|phase| matches!(phase, Phase::Pending | Phase::Running), Err(Error::Shutdown));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    #[test]
+    fn hooks_run_once_each_before_and_after_the_result() {
+        let (promise, completion) = channel();
+        let told = Arc::new(AtomicU32::new(0));
+        let tell = |told: &Arc<AtomicU32>| {
+            let told = Arc::clone(told);
+            move || {
+                told.fetch_add(1, Ordering::Relaxed);
+            }
+        };
+        completion.on_done(tell(&told));
+        promise.run(|| 7, |outcome| assert_eq!(outcome, Outcome::Ran));
+        completion.on_done(tell(&told));
+        assert_eq!(told.load(Ordering::Relaxed), 2);
+        assert_eq!(completion.into_result(None), Ok(7));
+    }
+
+    #[test]
+    fn a_cancelled_closure_does_not_run() {
+        let (promise, completion) = channel();
+        assert!(completion.cancel());
+        assert!(!completion.cancel());
+        promise.reached(Status::SUCCESS);
+        assert_eq!(completion.status(), None);
+        promise.run(|| panic!("must not run"), |outcome| assert_eq!(outcome, Outcome::Cancelled));
+        assert_eq!(completion.into_result(None), Err::<(), _>(Error::Cancelled));
+    }
+
+    #[test]
+    fn running_host_code_cannot_be_cancelled() {
+        let (promise, completion) = channel();
+        let completion = Arc::new(completion);
+        let inside = Arc::clone(&completion);
+        promise.run(move || assert!(!inside.cancel()), |_| ());
+        assert_eq!(completion.peek(Result::is_ok), Some(true));
+    }
+
+    #[test]
+    fn a_dropped_promise_resolves() {
+        let (promise, completion) = channel::<()>();
+        drop(promise);
+        assert_eq!(completion.into_result(None), Err(Error::Shutdown));
+    }
+
+    #[test]
+    fn a_panic_becomes_an_error() {
+        let (promise, completion) = channel::<()>();
+        promise.run(|| panic!("number {}", 5), |outcome| assert_eq!(outcome, Outcome::Failed));
+        assert_eq!(completion.into_result(None), Err(Error::Panicked { message: "number 5".into() }));
+    }
+
+    #[test]
+    fn a_wait_ends_by_time_and_by_interruption_and_can_be_repeated() {
+        let (promise, completion) = channel();
+        let timeout = Duration::from_millis(1);
+        assert_eq!(completion.wait_done(Some(timeout), &mut || false), Err(Error::Timeout { waited: timeout }));
+        assert_eq!(completion.wait_done(None, &mut || true), Err(Error::Interrupted));
+        promise.resolve(Ok(()));
+        assert_eq!(completion.wait_done(None, &mut || true), Ok(()));
+    }
+
+    #[test]
+    fn a_callback_may_look_but_not_wait() {
+        let (promise, completion) = channel();
+        crate::api::callback_scope(|| {
+            assert!(matches!(completion.wait_done(None, &mut || false), Err(Error::NotPermitted { .. })));
+            promise.resolve(Ok(()));
+            assert_eq!(completion.wait_done(None, &mut || false), Ok(()));
+        });
+    }
+
+    #[test]
+    fn it_is_a_future() {
+        struct Count(AtomicU32);
+        impl std::task::Wake for Count {
+            fn wake(self: Arc<Self>) {
+                self.0.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        let count = Arc::new(Count(AtomicU32::new(0)));
+        let waker = Waker::from(Arc::clone(&count));
+        let mut context = Context::from_waker(&waker);
+        let (promise, mut completion) = channel();
+        assert!(Pin::new(&mut completion).poll(&mut context).is_pending());
+        promise.resolve(Ok(3));
+        assert_eq!(count.0.load(Ordering::Relaxed), 1);
+        assert_eq!(Pin::new(&mut completion).poll(&mut context), Poll::Ready(Ok(3)));
+    }
+}

@@ -1,0 +1,222 @@
+//! Events: marks in a stream.
+
+use std::ffi::c_uint;
+use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use cudarc::driver::sys::CUevent;
+
+use crate::api::Api;
+use crate::completion::Completion;
+use crate::device::Device;
+use crate::error::{Error, Result, Status};
+use crate::reaper;
+use crate::stream::{Stream, StreamOptions, poll_until_done};
+
+/// How an [`Event`] is made (`cuEventCreate`'s flags).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct EventOptions {
+    /// Take timestamps, for [`Event::elapsed_since`].
+    pub timing: bool,
+    /// A thread that waits for it in the driver sleeps instead of spinning (`CU_EVENT_BLOCKING_SYNC`). rstream's own
+    /// waits never spin for long; the flag is for other libraries that use the handle.
+    pub blocking_sync: bool,
+    /// It can be shared with other processes (`CU_EVENT_INTERPROCESS`); excludes `timing`.
+    pub interprocess: bool,
+}
+
+/// An event handle that this owns. Dropped, it is destroyed on the background thread.
+pub(crate) struct RawEvent {
+    device: Device,
+    handle: CUevent,
+}
+
+// SAFETY: events may be used from any thread (driver reference 3.15).
+unsafe impl Send for RawEvent {}
+// SAFETY: as for Send.
+unsafe impl Sync for RawEvent {}
+
+impl RawEvent {
+    const BLOCKING_SYNC: c_uint = 1;
+    pub(crate) const DISABLE_TIMING: c_uint = 2;
+    const INTERPROCESS: c_uint = 4;
+
+    /// The context of `device` has to be current.
+    pub(crate) fn new(device: Device, flags: c_uint) -> Result<RawEvent> {
+        let mut handle: CUevent = ptr::null_mut();
+        // SAFETY: writes one handle.
+        unsafe { device.driver().cuEventCreate(&raw mut handle, flags) }?;
+        Ok(RawEvent { device, handle })
+    }
+
+    pub(crate) fn device(&self) -> Device {
+        self.device
+    }
+
+    pub(crate) fn handle(&self) -> CUevent {
+        self.handle
+    }
+
+    fn query(&self) -> Result<bool> {
+        // SAFETY: the handle is alive as long as this is.
+        match unsafe { self.device.driver().cuEventQuery(self.handle) } {
+            Ok(()) => Ok(true),
+            Err(error) if error.status() == Status::NOT_READY => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether nothing is to be expected from it any more: it was reached, or the context failed.
+    pub(crate) fn reached(&self) -> bool {
+        self.query().unwrap_or(true)
+    }
+}
+
+impl Drop for RawEvent {
+    fn drop(&mut self) {
+        let (device, handle) = (self.device, self.handle as usize);
+        reaper::release(device, move || {
+            // SAFETY: this was the owner. A failure means that the context is gone, and the event with it.
+            drop(unsafe { device.driver().cuEventDestroy_v2(handle as CUevent) });
+        });
+    }
+}
+
+struct Inner {
+    device: Device,
+    options: EventOptions,
+    raw: Mutex<Option<Arc<RawEvent>>>,
+}
+
+/// A mark that is recorded in a stream, and reached when the work before it is done. A cheap, shared handle.
+#[derive(Clone)]
+pub struct Event {
+    inner: Arc<Inner>,
+}
+
+impl std::fmt::Debug for Event {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Event")
+            .field("device", &self.inner.device)
+            .field("options", &self.inner.options)
+            .field("closed", &self.is_closed())
+            .finish()
+    }
+}
+
+impl Event {
+    /// A new event (`cuEventCreate`).
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for `interprocess` with `timing`, which the driver does not have.
+    pub fn new(api: &Api<'_>, device: Device, options: EventOptions) -> Result<Event> {
+        if options.interprocess && options.timing {
+            return Err(Error::invalid("an interprocess event has no timing: interprocess=true needs timing=false"));
+        }
+        let flag = |on: bool, flag: c_uint| if on { flag } else { 0 };
+        let flags = flag(!options.timing, RawEvent::DISABLE_TIMING)
+            | flag(options.blocking_sync, RawEvent::BLOCKING_SYNC)
+            | flag(options.interprocess, RawEvent::INTERPROCESS);
+        let _bound = device.bind(api)?;
+        let raw = RawEvent::new(device, flags)?;
+        Ok(Event { inner: Arc::new(Inner { device, options, raw: Mutex::new(Some(Arc::new(raw))) }) })
+    }
+
+    pub(crate) fn raw(&self) -> Result<Arc<RawEvent>> {
+        self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or(Error::Closed { what: "Event" })
+    }
+
+    /// Its device.
+    #[must_use]
+    pub fn device(&self) -> Device {
+        self.inner.device
+    }
+
+    /// How it was made.
+    #[must_use]
+    pub fn options(&self) -> EventOptions {
+        self.inner.options
+    }
+
+    /// Its handle (`CUevent`), for other libraries. It is valid until the event is closed and its last clone dropped.
+    ///
+    /// # Errors
+    /// [`Error::Closed`].
+    pub fn handle(&self) -> Result<usize> {
+        Ok(self.raw()?.handle as usize)
+    }
+
+    /// Whether it was closed.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.raw().is_err()
+    }
+
+    /// Gives the event up. Returns at once; waits that are queued for it are not affected.
+    pub fn close(&self) {
+        self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+
+    /// Whether it was reached, or was never recorded (`cuEventQuery`).
+    ///
+    /// # Errors
+    /// The code of a fault; [`Error::Closed`].
+    pub fn query(&self, api: &Api<'_>) -> Result<bool> {
+        let raw = self.raw()?;
+        let _bound = self.inner.device.bind(api)?;
+        raw.query()
+    }
+
+    /// Waits until it was reached. Returns at once if it was never recorded.
+    ///
+    /// `timeout` is the longest wait, without limit if `None`. `interrupted` is asked about every 50 ms whether to give
+    /// up.
+    ///
+    /// # Errors
+    /// As [`Event::query`]; [`Error::Timeout`], [`Error::Interrupted`].
+    pub fn synchronize(
+        &self,
+        api: &Api<'_>,
+        timeout: Option<Duration>,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<()> {
+        let raw = self.raw()?;
+        let _bound = self.inner.device.bind(api)?;
+        poll_until_done(timeout, interrupted, || raw.query())
+    }
+
+    /// The time from `earlier` to this event in milliseconds, about 0.5 us exact (`cuEventElapsedTime`). Negative when
+    /// this one was reached first.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for events without timing or of another device; [`Status::NOT_READY`] when one was not
+    /// reached, [`Status::INVALID_HANDLE`] when one was not recorded.
+    pub fn elapsed_since(&self, api: &Api<'_>, earlier: &Event) -> Result<f32> {
+        if earlier.inner.device != self.inner.device {
+            return Err(Error::invalid(format!(
+                "the events are of different devices, {} and {}",
+                earlier.inner.device, self.inner.device
+            )));
+        }
+        if !self.inner.options.timing || !earlier.inner.options.timing {
+            return Err(Error::invalid("both events have to be made with timing=true"));
+        }
+        let (start, end) = (earlier.raw()?, self.raw()?);
+        let _bound = self.inner.device.bind(api)?;
+        let mut milliseconds = 0.0_f32;
+        // SAFETY: both handles are alive; writes one float.
+        unsafe { self.inner.device.driver().cuEventElapsedTime_v2(&raw mut milliseconds, start.handle, end.handle) }?;
+        Ok(milliseconds)
+    }
+
+    /// A completion that resolves when the record of this moment is reached; at once if there is none.
+    ///
+    /// # Errors
+    /// What the driver answers while the notice is queued, on a stream of its own.
+    pub fn completion(&self, api: &Api<'_>) -> Result<Completion<()>> {
+        let notice = Stream::new(api, self.inner.device, StreamOptions::default())?;
+        notice.wait_event(api, self)?;
+        notice.completion(api)
+    }
+}

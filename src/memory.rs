@@ -1,0 +1,328 @@
+//! Buffers: pinned, managed and device memory that outlives the queued work that uses it.
+
+use std::any::Any;
+use std::ffi::{c_int, c_uint, c_void};
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUpointer_attribute as PointerAttribute;
+
+use crate::api::Api;
+use crate::device::Device;
+use crate::error::{Error, Result, Status};
+use crate::reaper::{self, Relaxed};
+use crate::stream::Stream;
+
+/// Where the memory of a [`Buffer`] is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum BufferKind {
+    /// Host memory that the device reaches directly (`cuMemHostAlloc`, portable and mapped).
+    Pinned,
+    /// Memory that moves between host and device on demand (`cuMemAllocManaged`).
+    Managed,
+    /// Memory of the device (`cuMemAlloc`); the host cannot touch it.
+    Device,
+}
+
+/// To whom managed memory belongs at first (`CUmemAttach_flags`).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum ManagedAttach {
+    /// Any stream on any device may use it.
+    #[default]
+    Global,
+    /// No stream of a device without concurrent managed access uses it.
+    Host,
+}
+
+struct Inner {
+    device: Device,
+    kind: BufferKind,
+    /// The address, for host and device alike under unified addressing; 0 for no bytes.
+    address: u64,
+    len: usize,
+}
+
+/// A block of memory, a shared handle. Its contents are not initialized.
+///
+/// It is freed on the background thread when the last clone is gone and queued work that uses it is done.
+#[derive(Clone)]
+pub struct Buffer {
+    inner: Arc<Inner>,
+}
+
+impl std::fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Buffer")
+            .field("kind", &self.inner.kind)
+            .field("device", &self.inner.device)
+            .field("len", &self.inner.len)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Buffer {
+    /// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`: usable by every context.
+    const PORTABLE_AND_MAPPED: c_uint = 3;
+
+    /// `len` bytes of pinned host memory (`cuMemHostAlloc`).
+    ///
+    /// # Errors
+    /// [`Status::OUT_OF_MEMORY`].
+    pub fn pinned(api: &Api<'_>, device: Device, len: usize) -> Result<Buffer> {
+        Buffer::allocate(api, device, BufferKind::Pinned, len, |address| {
+            let mut host: *mut c_void = std::ptr::null_mut();
+            // SAFETY: writes one pointer.
+            unsafe { device.driver().cuMemHostAlloc(&raw mut host, len, Buffer::PORTABLE_AND_MAPPED) }?;
+            *address = host as u64;
+            Ok(())
+        })
+    }
+
+    /// `len` bytes of managed memory (`cuMemAllocManaged`).
+    ///
+    /// # Errors
+    /// [`Status::OUT_OF_MEMORY`]; [`Status::NOT_SUPPORTED`] on a device without managed memory.
+    pub fn managed(api: &Api<'_>, device: Device, len: usize, attach: ManagedAttach) -> Result<Buffer> {
+        let flags = match attach {
+            ManagedAttach::Global => 1,
+            ManagedAttach::Host => 2,
+        };
+        Buffer::allocate(api, device, BufferKind::Managed, len, |address| {
+            // SAFETY: writes one address.
+            unsafe { device.driver().cuMemAllocManaged(address, len, flags) }
+        })
+    }
+
+    /// `len` bytes of device memory (`cuMemAlloc`).
+    ///
+    /// # Errors
+    /// [`Status::OUT_OF_MEMORY`].
+    pub fn device_memory(api: &Api<'_>, device: Device, len: usize) -> Result<Buffer> {
+        Buffer::allocate(api, device, BufferKind::Device, len, |address| {
+            // SAFETY: writes one address.
+            unsafe { device.driver().cuMemAlloc_v2(address, len) }
+        })
+    }
+
+    fn allocate(
+        api: &Api<'_>,
+        device: Device,
+        kind: BufferKind,
+        len: usize,
+        call: impl FnOnce(&mut u64) -> Result<()>,
+    ) -> Result<Buffer> {
+        let mut address = 0;
+        if len > 0 {
+            let _bound = device.bind(api)?;
+            // An allocation is no part of anybody's capture, so it must not break one.
+            let _relaxed = Relaxed::enter(device.driver());
+            call(&mut address)?;
+        }
+        Ok(Buffer { inner: Arc::new(Inner { device, kind, address, len }) })
+    }
+
+    /// The address, of host and device alike; 0 when it has no bytes.
+    #[must_use]
+    pub fn ptr(&self) -> u64 {
+        self.inner.address
+    }
+
+    /// The number of bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.inner.len
+    }
+
+    /// Whether it has no bytes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.inner.len == 0
+    }
+
+    /// Where the memory is.
+    #[must_use]
+    pub fn kind(&self) -> BufferKind {
+        self.inner.kind
+    }
+
+    /// The device that it was allocated for.
+    #[must_use]
+    pub fn device(&self) -> Device {
+        self.inner.device
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.len == 0 {
+            return;
+        }
+        let (device, kind, address) = (self.device, self.kind, self.address);
+        reaper::release(device, move || {
+            // SAFETY: this was the last handle, and queued work keeps one. A failure means that the context is gone,
+            // and the memory with it.
+            drop(unsafe {
+                match kind {
+                    BufferKind::Pinned => device.driver().cuMemFreeHost(address as *mut c_void),
+                    BufferKind::Managed | BufferKind::Device => device.driver().cuMemFree_v2(address),
+                }
+            });
+        });
+    }
+}
+
+/// What is repeated over memory by [`Stream::fill`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pattern {
+    /// One byte (`cuMemsetD8Async`).
+    U8(u8),
+    /// Two bytes (`cuMemsetD16Async`); the address has to be even.
+    U16(u16),
+    /// Four bytes (`cuMemsetD32Async`); the address has to be a multiple of four.
+    U32(u32),
+}
+
+impl Pattern {
+    /// Its length in bytes.
+    #[must_use]
+    pub fn len(self) -> usize {
+        match self {
+            Pattern::U8(_) => 1,
+            Pattern::U16(_) => 2,
+            Pattern::U32(_) => 4,
+        }
+    }
+
+    /// Never: a pattern has one, two or four bytes.
+    #[must_use]
+    pub fn is_empty(self) -> bool {
+        false
+    }
+}
+
+impl Stream {
+    /// Queues a copy of all of `src` to `dst` (`cuMemcpyAsync`). Both live until it is done.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] when the sizes differ; [`Error::Capture`] while the stream captures; what the driver answers.
+    pub fn copy(&self, api: &Api<'_>, dst: &Buffer, src: &Buffer) -> Result<()> {
+        if dst.len() != src.len() {
+            return Err(Error::invalid(format!("a copy from {} bytes to {} bytes", src.len(), dst.len())));
+        }
+        // SAFETY: both buffers have that many bytes, and are kept.
+        unsafe { self.copy_raw(api, dst.ptr(), src.ptr(), dst.len(), (dst.clone(), src.clone())) }
+    }
+
+    /// Queues that all of `dst` is filled with `pattern` (`cuMemsetD8Async` and its kin). `dst` lives until it is done.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] when the pattern does not divide the size; [`Error::Capture`] while the stream captures; what
+    /// the driver answers.
+    pub fn fill(&self, api: &Api<'_>, dst: &Buffer, pattern: Pattern) -> Result<()> {
+        if !dst.len().is_multiple_of(pattern.len()) {
+            return Err(Error::invalid(format!("{} bytes cannot be filled with {} each", dst.len(), pattern.len())));
+        }
+        // SAFETY: the buffer has that many bytes, and is kept.
+        unsafe { self.fill_raw(api, dst.ptr(), pattern, dst.len() / pattern.len(), dst.clone()) }
+    }
+
+    /// Queues a copy between any two addresses (`cuMemcpyAsync`): host, pinned, managed or device memory. `keep` is
+    /// dropped, on a background thread, when the stream has passed the copy.
+    ///
+    /// # Safety
+    /// Both ranges are valid, and nobody else uses them in a conflicting way, until the stream has passed the copy;
+    /// `keep` is how to see to the first.
+    ///
+    /// # Errors
+    /// [`Error::Capture`] while the stream captures; what the driver answers. Nothing is queued then.
+    pub unsafe fn copy_raw(
+        &self,
+        api: &Api<'_>,
+        dst: u64,
+        src: u64,
+        bytes: usize,
+        keep: impl Any + Send,
+    ) -> Result<()> {
+        let ready = self.ready(api)?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the stream is alive; the ranges are the caller's promise.
+        unsafe { self.device().driver().cuMemcpyAsync(dst, src, bytes, ready.handle()) }?;
+        ready.keep(Box::new(keep));
+        Ok(())
+    }
+
+    /// Queues that `count` patterns are written from `dst` on. `keep` is dropped, on a background thread, when the
+    /// stream has passed this.
+    ///
+    /// # Safety
+    /// As [`Stream::copy_raw`].
+    ///
+    /// # Errors
+    /// As [`Stream::copy_raw`].
+    pub unsafe fn fill_raw(
+        &self,
+        api: &Api<'_>,
+        dst: u64,
+        pattern: Pattern,
+        count: usize,
+        keep: impl Any + Send,
+    ) -> Result<()> {
+        let ready = self.ready(api)?;
+        if count == 0 {
+            return Ok(());
+        }
+        let driver = self.device().driver();
+        // SAFETY: the stream is alive; the range is the caller's promise.
+        unsafe {
+            match pattern {
+                Pattern::U8(value) => driver.cuMemsetD8Async(dst, value, count, ready.handle()),
+                Pattern::U16(value) => driver.cuMemsetD16Async(dst, value, count, ready.handle()),
+                Pattern::U32(value) => driver.cuMemsetD32Async(dst, value, count, ready.handle()),
+            }
+        }?;
+        ready.keep(Box::new(keep));
+        Ok(())
+    }
+}
+
+/// What the driver knows about an address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PointerInfo {
+    /// Pinned, managed or device memory.
+    pub kind: BufferKind,
+    /// The ordinal of the device that it belongs to.
+    pub ordinal: u32,
+}
+
+/// What the driver of `device` knows about `address` (`cuPointerGetAttribute`); `None` for plain host memory.
+///
+/// # Errors
+/// What the driver answers, except that it does not know the address.
+pub fn pointer_info(api: &Api<'_>, device: Device, address: u64) -> Result<Option<PointerInfo>> {
+    const MEMORY_TYPE_HOST: c_uint = 1;
+    let _bound = device.bind(api)?;
+    let driver = device.driver();
+    let (mut memory_type, mut managed, mut ordinal) = (0 as c_uint, 0 as c_uint, 0 as c_int);
+    // SAFETY: each attribute is an int (IS_MANAGED a bool, for which the driver writes no more than an int).
+    let known = unsafe {
+        let ask = |data: *mut c_void, attribute: PointerAttribute| {
+            driver.cuPointerGetAttribute(data, attribute as u32, address)
+        };
+        ask((&raw mut memory_type).cast(), PointerAttribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE)
+            .and_then(|()| ask((&raw mut managed).cast(), PointerAttribute::CU_POINTER_ATTRIBUTE_IS_MANAGED))
+            .and_then(|()| ask((&raw mut ordinal).cast(), PointerAttribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL))
+    };
+    match known {
+        Err(error) if error.status() == Status::INVALID_VALUE => return Ok(None),
+        other => other?,
+    }
+    let kind = match (managed, memory_type) {
+        (1.., _) => BufferKind::Managed,
+        (0, MEMORY_TYPE_HOST) => BufferKind::Pinned,
+        (0, _) => BufferKind::Device,
+    };
+    Ok(Some(PointerInfo { kind, ordinal: u32::try_from(ordinal).unwrap_or(0) }))
+}

@@ -1,0 +1,155 @@
+//! One background thread that releases what may not be released where it is dropped.
+//!
+//! Destroying a stream, an event or memory is a driver call: it is refused inside a callback, it can block (`cuMemFree`
+//! waits for a running callback), and it can invalidate somebody's capture. So handles hand their release to this thread,
+//! whose capture mode is RELAXED, in which none of these calls disturbs a capture.
+//!
+//! The same thread keeps alive what queued work uses: an event is recorded behind the work, and the payload is dropped
+//! when that has been reached.
+
+use std::any::Any;
+use std::collections::{HashMap, VecDeque};
+use std::panic::{self, AssertUnwindSafe};
+use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use cudarc::driver::sys::CUstreamCaptureMode;
+
+use crate::device::Device;
+use crate::driver::Driver;
+use crate::error::Result;
+use crate::event::RawEvent;
+
+/// The shortest and longest pause between two looks at the events of queued work.
+const PAUSES: (Duration, Duration) = (Duration::from_micros(100), Duration::from_millis(2));
+
+type Release = Box<dyn FnOnce() + Send>;
+
+/// Something that work queued on a stream uses.
+struct Kept {
+    event: RawEvent,
+    payload: Box<dyn Any + Send>,
+}
+
+#[derive(Default)]
+struct Inbox {
+    releases: Vec<(Device, Release)>,
+    kept: Vec<(u64, Kept)>,
+    parked: bool,
+}
+
+static INBOX: Mutex<Option<Inbox>> = Mutex::new(None);
+static CHANGED: Condvar = Condvar::new();
+
+fn lock() -> MutexGuard<'static, Option<Inbox>> {
+    // Nothing foreign runs under the lock, so a poisoned one still guards a sound state.
+    INBOX.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn post(add: impl FnOnce(&mut Inbox)) {
+    static START: Once = Once::new();
+    let mut guard = lock();
+    let inbox = guard.get_or_insert_default();
+    add(inbox);
+    if std::mem::take(&mut inbox.parked) {
+        CHANGED.notify_one();
+    }
+    drop(guard);
+    START.call_once(|| {
+        // Without the thread nothing would be freed; what is kept stays valid, so this is a leak, not a fault.
+        drop(thread::Builder::new().name("rstream-reaper".into()).spawn(run));
+    });
+}
+
+/// Runs `release` on the background thread with the context of `device` current. Called from any thread, also inside a
+/// callback.
+pub(crate) fn release(device: Device, release: impl FnOnce() + Send + 'static) {
+    post(|inbox| inbox.releases.push((device, Box::new(release))));
+}
+
+/// Keeps `payload` until `event`, recorded on the stream with the id `stream`, is reached.
+pub(crate) fn keep(stream: u64, event: RawEvent, payload: Box<dyn Any + Send>) {
+    post(|inbox| inbox.kept.push((stream, Kept { event, payload })));
+}
+
+fn run() {
+    // Per stream, since a stream's events are reached in order: one look at the front answers for all behind it.
+    let mut kept: HashMap<u64, VecDeque<Kept>> = HashMap::new();
+    let mut pause = PAUSES.0;
+    loop {
+        let (releases, arrived) = {
+            let mut guard = lock();
+            loop {
+                let inbox = guard.get_or_insert_default();
+                if !inbox.releases.is_empty() || !inbox.kept.is_empty() {
+                    break;
+                }
+                if kept.is_empty() {
+                    inbox.parked = true;
+                    guard = CHANGED.wait(guard).unwrap_or_else(PoisonError::into_inner);
+                } else {
+                    guard = CHANGED.wait_timeout(guard, pause).unwrap_or_else(PoisonError::into_inner).0;
+                    break;
+                }
+            }
+            let inbox = guard.get_or_insert_default();
+            inbox.parked = false;
+            (std::mem::take(&mut inbox.releases), std::mem::take(&mut inbox.kept))
+        };
+        for (stream, item) in arrived {
+            kept.entry(stream).or_default().push_back(item);
+        }
+        let mut progress = false;
+        kept.retain(|_, queue| {
+            while queue.front().is_some_and(|front| front.event.reached()) {
+                progress = true;
+                let done = queue.pop_front().expect("just seen");
+                let device = done.event.device();
+                drop(panic::catch_unwind(AssertUnwindSafe(|| drop(done.payload))));
+                device.give_event_back(done.event);
+            }
+            !queue.is_empty()
+        });
+        pause = if progress { PAUSES.0 } else { (pause * 2).min(PAUSES.1) };
+        for (device, release) in releases {
+            drop(panic::catch_unwind(AssertUnwindSafe(|| with_context(device, release))));
+        }
+    }
+}
+
+/// Runs `call` on this thread in the RELAXED mode and with the context of `device` current.
+fn with_context(device: Device, call: impl FnOnce()) {
+    // This thread has no other user, so the context need not be restored. If it cannot be made current it is gone, and
+    // what it owned with it; the release then fails without harm.
+    let _relaxed = Relaxed::enter(device.driver());
+    drop(device.make_current());
+    call();
+}
+
+/// While it lives, this thread's calls do not count as unsafe for anybody's capture
+/// (`cuThreadExchangeStreamCaptureMode`).
+pub(crate) struct Relaxed {
+    driver: &'static Driver,
+    /// The mode before; `None`: the driver could not exchange it, so there is nothing to restore.
+    before: Option<u32>,
+}
+
+impl Relaxed {
+    pub(crate) fn enter(driver: &'static Driver) -> Relaxed {
+        Relaxed { driver, before: exchange(driver, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as u32).ok() }
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            drop(exchange(self.driver, before));
+        }
+    }
+}
+
+fn exchange(driver: &Driver, mut mode: u32) -> Result<u32> {
+    // SAFETY: reads and writes one enum of C's int size.
+    unsafe { driver.cuThreadExchangeStreamCaptureMode(&raw mut mode) }.map(|()| mode)
+}

@@ -1,0 +1,581 @@
+//! Streams: handles that own or adopt a `CUstream`, and what can be queued on one.
+
+use std::any::Any;
+use std::ffi::{c_int, c_uint};
+use std::hash::{Hash, Hasher};
+use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, ThreadId};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys::{CUcontext, CUgreenCtx, CUstream};
+
+use crate::api::Api;
+use crate::callback::{self, Callback, Continuation, HostCode, HostFunction, Notice, Pending};
+use crate::completion::{self, Completion, INTERRUPT_CHECK};
+use crate::device::{Bound, Device};
+use crate::error::{Error, Refused, Result, Status};
+use crate::event::{Event, RawEvent};
+use crate::reaper;
+
+/// How the host is told that a stream reached a point.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Signal {
+    /// The best that the device and this version have.
+    #[default]
+    Auto,
+    /// The driver's own callbacks (`cuStreamAddCallback`).
+    Driver,
+}
+
+/// How a [`Stream`] is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StreamOptions {
+    /// No implicit synchronization with the legacy default stream (`CU_STREAM_NON_BLOCKING`).
+    pub non_blocking: bool,
+    /// Lower goes first. Clamped to [`Device::priority_range`] by the driver.
+    pub priority: i32,
+    /// How the host is told.
+    pub signal: Signal,
+}
+
+impl Default for StreamOptions {
+    fn default() -> StreamOptions {
+        StreamOptions { non_blocking: true, priority: 0, signal: Signal::Auto }
+    }
+}
+
+const LEGACY: usize = 1;
+const PER_THREAD: usize = 2;
+
+/// A stream handle. Owned ones are destroyed on the background thread when this is dropped; work queued on them still runs.
+struct RawStream {
+    device: Device,
+    handle: CUstream,
+    owned: bool,
+    /// Only this thread may use the handle: `CU_STREAM_PER_THREAD` names another stream on every thread.
+    thread: Option<ThreadId>,
+    /// What keeps an adopted stream alive.
+    _keep: Option<Box<dyn Any + Send + Sync>>,
+}
+
+// SAFETY: streams may be used from any thread (driver reference 3.15); `thread` keeps the exception to its thread.
+unsafe impl Send for RawStream {}
+// SAFETY: as for Send.
+unsafe impl Sync for RawStream {}
+
+impl Drop for RawStream {
+    fn drop(&mut self) {
+        if self.owned {
+            let (device, handle) = (self.device, self.handle as usize);
+            reaper::release(device, move || {
+                // SAFETY: this was the owner. A failure means that the context is gone, and the stream with it.
+                drop(unsafe { device.driver().cuStreamDestroy_v2(handle as CUstream) });
+            });
+        }
+    }
+}
+
+struct Inner {
+    device: Device,
+    /// The address, to be shown. Use goes through `raw`.
+    address: usize,
+    id: u64,
+    non_blocking: bool,
+    priority: i32,
+    context: usize,
+    green_context: Option<usize>,
+    pending: Arc<Pending>,
+    raw: Mutex<Option<Arc<RawStream>>>,
+}
+
+/// A stream: a queue of work for a device. A cheap, shared handle.
+///
+/// What it knows about itself is read once, when it is made or adopted, so none of the accessors calls the driver. Two are
+/// equal when they are the same stream of the same driver.
+#[derive(Clone)]
+pub struct Stream {
+    inner: Arc<Inner>,
+}
+
+impl PartialEq for Stream {
+    fn eq(&self, other: &Stream) -> bool {
+        self.inner.id == other.inner.id && self.inner.device == other.inner.device
+    }
+}
+
+impl Eq for Stream {}
+
+impl Hash for Stream {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.inner.id.hash(state);
+        self.inner.device.hash(state);
+    }
+}
+
+impl std::fmt::Debug for Stream {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Stream")
+            .field("id", &self.inner.id)
+            .field("device", &self.inner.device)
+            .field("priority", &self.inner.priority)
+            .field("non_blocking", &self.inner.non_blocking)
+            .field("closed", &self.is_closed())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A stream that can be given work: alive, used on the right thread, not capturing, its context current.
+pub(crate) struct Ready<'a> {
+    raw: Arc<RawStream>,
+    id: u64,
+    _bound: Bound<'a>,
+}
+
+impl Ready<'_> {
+    pub(crate) fn handle(&self) -> CUstream {
+        self.raw.handle
+    }
+
+    /// Keeps `payload` until the stream has passed all that was queued so far.
+    pub(crate) fn keep(&self, payload: Box<dyn Any + Send>) {
+        let device = self.raw.device;
+        let recorded = device.take_event().and_then(|event| {
+            // SAFETY: event and stream are alive and of one context.
+            unsafe { device.driver().cuEventRecord(event.handle(), self.raw.handle) }.map(|()| event)
+        });
+        match recorded {
+            Ok(event) => reaper::keep(self.id, event, payload),
+            // Without an event nobody learns when the work is done: wait for it here. If even that fails the context is
+            // lost, and its work will not touch the payload any more.
+            // SAFETY: the stream is alive.
+            Err(_) => drop(unsafe { device.driver().cuStreamSynchronize(self.raw.handle) }),
+        }
+    }
+}
+
+impl Stream {
+    /// A new stream (`cuStreamCreateWithPriority`).
+    ///
+    /// # Errors
+    /// What the driver answers.
+    pub fn new(api: &Api<'_>, device: Device, options: StreamOptions) -> Result<Stream> {
+        let _bound = device.bind(api)?;
+        let mut handle: CUstream = ptr::null_mut();
+        // SAFETY: writes one handle.
+        unsafe {
+            device.driver().cuStreamCreateWithPriority(
+                &raw mut handle,
+                c_uint::from(options.non_blocking),
+                options.priority,
+            )
+        }?;
+        Stream::describe(RawStream { device, handle, owned: true, thread: None, _keep: None })
+    }
+
+    /// The legacy default stream of the device (`CU_STREAM_LEGACY`, also called the NULL stream). Work in it waits for
+    /// all blocking streams, and they for it.
+    ///
+    /// # Errors
+    /// What the driver answers.
+    pub fn legacy_default(api: &Api<'_>, device: Device) -> Result<Stream> {
+        Stream::adopt(api, device, LEGACY, None)
+    }
+
+    /// The default stream of this thread (`CU_STREAM_PER_THREAD`). Use on another thread is refused, since the handle
+    /// names another stream there.
+    ///
+    /// # Errors
+    /// What the driver answers.
+    pub fn per_thread_default(api: &Api<'_>, device: Device) -> Result<Stream> {
+        Stream::adopt(api, device, PER_THREAD, None)
+    }
+
+    /// A stream of another library, by its handle. It is never destroyed by rstream; `keep` is dropped with the last use
+    /// of it. 0 is the legacy default stream.
+    ///
+    /// # Safety
+    /// `handle` is a stream of the primary context of `device`, alive as long as `keep`, or for good.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] when the stream belongs to another context; [`Error::Capture`] while it captures, since
+    /// asking for its id would break that; what the driver answers.
+    pub unsafe fn from_raw(
+        api: &Api<'_>,
+        device: Device,
+        handle: usize,
+        keep: Option<Box<dyn Any + Send + Sync>>,
+    ) -> Result<Stream> {
+        Stream::adopt(api, device, if handle == 0 { LEGACY } else { handle }, keep)
+    }
+
+    fn adopt(api: &Api<'_>, device: Device, handle: usize, keep: Option<Box<dyn Any + Send + Sync>>) -> Result<Stream> {
+        let _bound = device.bind(api)?;
+        let thread = (handle == PER_THREAD).then(|| thread::current().id());
+        Stream::describe(RawStream { device, handle: handle as CUstream, owned: false, thread, _keep: keep })
+    }
+
+    /// Asks the driver once for what the stream is. The context is current.
+    fn describe(raw: RawStream) -> Result<Stream> {
+        let RawStream { device, handle, owned, .. } = raw;
+        if !owned {
+            refuse_capture(device, handle, "be adopted", "Adopt it before the capture begins")?;
+        }
+        let driver = device.driver();
+        let mut context: CUcontext = ptr::null_mut();
+        let mut green: CUgreenCtx = ptr::null_mut();
+        let (mut flags, mut priority, mut id) = (0 as c_uint, 0 as c_int, 0_u64);
+        // SAFETY: the stream is alive; each call writes one value of its type. Before the driver has green contexts and
+        // ids, the plain context and the handle stand in.
+        unsafe {
+            match driver.cuStreamGetCtx_v2(handle, &raw mut context, &raw mut green) {
+                Err(Error::DriverTooOld { .. }) => driver.cuStreamGetCtx(handle, &raw mut context),
+                other => other,
+            }?;
+            match driver.cuStreamGetId(handle, &raw mut id) {
+                Err(Error::DriverTooOld { .. }) => id = handle as u64,
+                other => other?,
+            }
+            driver.cuStreamGetFlags(handle, &raw mut flags)?;
+            driver.cuStreamGetPriority(handle, &raw mut priority)?;
+        }
+        if context as usize != device.context_handle() {
+            return Err(Error::invalid(format!(
+                "the stream {:#x} belongs to the context {context:?}, not to the primary context of device {device}, \
+                 {:#x}",
+                handle as usize,
+                device.context_handle()
+            )));
+        }
+        Ok(Stream {
+            inner: Arc::new(Inner {
+                device,
+                address: handle as usize,
+                id,
+                non_blocking: flags & 1 != 0,
+                priority,
+                context: context as usize,
+                green_context: (!green.is_null()).then_some(green as usize),
+                pending: Arc::default(),
+                raw: Mutex::new(Some(Arc::new(raw))),
+            }),
+        })
+    }
+
+    fn raw(&self) -> Result<Arc<RawStream>> {
+        let raw = self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let raw = raw.ok_or(Error::Closed { what: "Stream" })?;
+        if raw.thread.is_some_and(|thread| thread != thread::current().id()) {
+            return Err(Error::invalid(
+                "this is the per-thread default stream of another thread: make one on this thread",
+            ));
+        }
+        Ok(raw)
+    }
+
+    /// The stream, ready to be given work.
+    pub(crate) fn ready<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
+        let raw = self.raw()?;
+        let bound = self.inner.device.bind(api)?;
+        refuse_capture(raw.device, raw.handle, "do this", "End the capture first")?;
+        Ok(Ready { raw, id: self.inner.id, _bound: bound })
+    }
+
+    /// Its handle (`CUstream`), for other libraries. It is valid until the stream is closed and its last clone dropped.
+    ///
+    /// # Errors
+    /// [`Error::Closed`].
+    pub fn handle(&self) -> Result<usize> {
+        if self.is_closed() { Err(Error::Closed { what: "Stream" }) } else { Ok(self.inner.address) }
+    }
+
+    /// Its number, which no other stream of the process ever has (`cuStreamGetId`).
+    #[must_use]
+    pub fn id(&self) -> u64 {
+        self.inner.id
+    }
+
+    /// Its device.
+    #[must_use]
+    pub fn device(&self) -> Device {
+        self.inner.device
+    }
+
+    /// Its priority, as the driver clamped it (`cuStreamGetPriority`).
+    #[must_use]
+    pub fn priority(&self) -> i32 {
+        self.inner.priority
+    }
+
+    /// Whether it does not synchronize with the legacy default stream (`cuStreamGetFlags`).
+    #[must_use]
+    pub fn non_blocking(&self) -> bool {
+        self.inner.non_blocking
+    }
+
+    /// The handle of its context (`cuStreamGetCtx`).
+    #[must_use]
+    pub fn context_handle(&self) -> usize {
+        self.inner.context
+    }
+
+    /// The handle of its green context, if it is of one (`cuStreamGetCtx_v2`).
+    #[must_use]
+    pub fn green_context(&self) -> Option<usize> {
+        self.inner.green_context
+    }
+
+    /// How the host is told: never [`Signal::Auto`].
+    #[must_use]
+    pub fn signal(&self) -> Signal {
+        Signal::Driver
+    }
+
+    /// How many pieces of host code were queued through this handle and its clones and are not resolved yet.
+    #[must_use]
+    pub fn pending(&self) -> usize {
+        self.inner.pending.count()
+    }
+
+    /// Whether it was closed.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+
+    /// Gives the stream up (`cuStreamDestroy`, later, on the background thread). Returns at once; what is queued still
+    /// runs. A second close does nothing.
+    pub fn close(&self) {
+        let raw = self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(raw);
+    }
+
+    /// Whether all queued work is done (`cuStreamQuery`).
+    ///
+    /// # Errors
+    /// The code of a fault; [`Error::Closed`]; [`Error::Capture`] while the stream captures.
+    pub fn query(&self, api: &Api<'_>) -> Result<bool> {
+        self.ready(api).and_then(|ready| query(&ready.raw))
+    }
+
+    /// Waits until all work queued so far is done.
+    ///
+    /// `timeout` is the longest wait, without limit if `None`. `interrupted` is asked about every 50 ms whether to give
+    /// up. The wait spins for some microseconds, then sleeps a fraction of the time waited so far, at most 1 ms.
+    ///
+    /// # Errors
+    /// As [`Stream::query`]; [`Error::Timeout`], [`Error::Interrupted`]: the work goes on.
+    pub fn synchronize(
+        &self,
+        api: &Api<'_>,
+        timeout: Option<Duration>,
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<()> {
+        let ready = self.ready(api)?;
+        poll_until_done(timeout, interrupted, || query(&ready.raw))
+    }
+
+    /// Makes later work wait until `event`, as it is recorded now, is reached (`cuStreamWaitEvent`). The event may be of
+    /// another device of the same driver.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for an event of another driver; what the driver answers.
+    pub fn wait_event(&self, api: &Api<'_>, event: &Event) -> Result<()> {
+        if event.device().kind() != self.inner.device.kind() {
+            return Err(Error::invalid(format!(
+                "a stream of device {} cannot wait for an event of device {}",
+                self.inner.device,
+                event.device()
+            )));
+        }
+        let raw = event.raw()?;
+        self.wait_raw(&self.ready(api)?, &raw)
+    }
+
+    fn wait_raw(&self, ready: &Ready<'_>, event: &RawEvent) -> Result<()> {
+        // SAFETY: both handles are alive.
+        unsafe { self.inner.device.driver().cuStreamWaitEvent(ready.handle(), event.handle(), 0) }
+    }
+
+    /// Makes later work wait for all that is queued on `other` so far.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for a stream of another driver; what the driver answers.
+    pub fn wait_stream(&self, api: &Api<'_>, other: &Stream) -> Result<()> {
+        if other.inner.device.kind() != self.inner.device.kind() {
+            return Err(Error::invalid(format!(
+                "a stream of device {} cannot wait for a stream of device {}",
+                self.inner.device, other.inner.device
+            )));
+        }
+        let event = {
+            let ready = other.ready(api)?;
+            let event = other.inner.device.take_event()?;
+            // SAFETY: both handles are alive and of one context.
+            unsafe { other.inner.device.driver().cuEventRecord(event.handle(), ready.handle()) }?;
+            event
+        };
+        let waited = self.wait_raw(&self.ready(api)?, &event);
+        // The wait keeps the record of this moment, so the event can be recorded anew.
+        other.inner.device.give_event_back(event);
+        waited
+    }
+
+    /// Records `event` behind all that is queued so far (`cuEventRecord`).
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for an event of another device; what the driver answers.
+    pub fn record(&self, api: &Api<'_>, event: &Event) -> Result<()> {
+        if event.device() != self.inner.device {
+            return Err(Error::invalid(format!(
+                "an event of device {} cannot be recorded in a stream of device {}",
+                event.device(),
+                self.inner.device
+            )));
+        }
+        let raw = event.raw()?;
+        let ready = self.ready(api)?;
+        // SAFETY: both handles are alive and of one context.
+        unsafe { self.inner.device.driver().cuEventRecord(raw.handle(), ready.handle()) }
+    }
+
+    /// Queues a callback: `f` runs once when all work before is done, with the status of that, also a bad one. Later
+    /// work waits until it returns. It may not call the API.
+    ///
+    /// # Errors
+    /// The closure comes back, untouched, with the error.
+    ///
+    /// # Examples
+    /// ```
+    /// # use rstream::{Api, Device, Status, Stream, StreamOptions};
+    /// # Api::attach(|api| {
+    /// let stream = Stream::new(api, Device::soft(api, 0)?, StreamOptions::default())?;
+    /// let answer = stream.add_callback(api, |status: Status| if status.ok() { 42 } else { 0 })?;
+    /// assert_eq!(answer.into_result(None)?, 42);
+    /// # Ok::<(), rstream::Error>(()) })??; Ok::<(), rstream::Error>(())
+    /// ```
+    pub fn add_callback<F, T>(&self, api: &Api<'_>, f: F) -> Result<Completion<T>, Refused<F>>
+    where
+        F: FnOnce(Status) -> T + Send + 'static,
+        T: Send + 'static,
+    {
+        let (promise, completion) = completion::channel();
+        match self.enqueue(api, Callback { f, promise }) {
+            Ok(()) => Ok(completion),
+            Err((error, code)) => Err(Refused { error, returned: code.f }),
+        }
+    }
+
+    /// Queues a host function: `f` runs once when all work before is done. Later work waits until it returns. It may not
+    /// call the API. After a fault it does not run and its completion has the error.
+    ///
+    /// # Errors
+    /// The closure comes back, untouched, with the error.
+    pub fn launch_host_func<F, T>(&self, api: &Api<'_>, f: F) -> Result<Completion<T>, Refused<F>>
+    where
+        F: FnOnce() -> T + Send + 'static,
+        T: Send + 'static,
+    {
+        let (promise, completion) = completion::channel();
+        match self.enqueue(api, HostFunction { f, promise }) {
+            Ok(()) => Ok(completion),
+            Err((error, code)) => Err(Refused { error, returned: code.f }),
+        }
+    }
+
+    /// Queues a continuation: `f` runs once on a worker thread when all work before is done, after this stream's earlier
+    /// continuations. The stream does not wait for it, and it may call the API. After a fault it does not run and its
+    /// completion has the error.
+    ///
+    /// # Errors
+    /// The closure comes back, untouched, with the error.
+    pub fn then<F, T>(&self, api: &Api<'_>, f: F) -> Result<Completion<T>, Refused<F>>
+    where
+        F: FnOnce(&Api<'_>) -> T + Send + 'static,
+        T: Send + 'static,
+    {
+        let (promise, completion) = completion::channel();
+        match self.enqueue(api, Continuation { f, promise, strand: self.inner.id }) {
+            Ok(()) => Ok(completion),
+            Err((error, code)) => Err(Refused { error, returned: code.f }),
+        }
+    }
+
+    /// A completion that resolves when all work queued so far is done.
+    ///
+    /// # Errors
+    /// What the driver answers.
+    pub fn completion(&self, api: &Api<'_>) -> Result<Completion<()>> {
+        let (promise, completion) = completion::channel();
+        self.enqueue(api, Notice { promise }).map(|()| completion).map_err(|(error, _)| error)
+    }
+
+    fn enqueue<C: HostCode>(&self, api: &Api<'_>, code: C) -> Result<(), (Error, C)> {
+        match self.ready(api) {
+            Ok(ready) => callback::enqueue(self.inner.device, ready.handle(), &self.inner.pending, code),
+            Err(error) => Err((error, code)),
+        }
+    }
+}
+
+fn query(raw: &RawStream) -> Result<bool> {
+    // SAFETY: the handle is alive as long as this is.
+    match unsafe { raw.device.driver().cuStreamQuery(raw.handle) } {
+        Ok(()) => Ok(true),
+        Err(error) if error.status() == Status::NOT_READY => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Refuses what would invalidate a capture of the stream. The question itself is harmless in every mode (measured).
+fn refuse_capture(device: Device, stream: CUstream, act: &str, remedy: &str) -> Result<()> {
+    let mut status: c_uint = 0;
+    // SAFETY: the stream is alive; writes one enum of C's int size.
+    match unsafe { device.driver().cuStreamIsCapturing(stream, &raw mut status) } {
+        Ok(()) if status == 0 => Ok(()),
+        // Older than captures: there is none to break.
+        Err(Error::DriverTooOld { .. }) => Ok(()),
+        Ok(()) => Err(Error::Capture {
+            status: Status::STREAM_CAPTURE_UNSUPPORTED,
+            what: format!("a stream that is capturing cannot {act}: the capture would be invalidated. {remedy}"),
+        }),
+        Err(error) => Err(error),
+    }
+}
+
+/// Asks `done` until it says yes: first without a pause, then with sleeps that grow with the time waited.
+pub(crate) fn poll_until_done(
+    timeout: Option<Duration>,
+    interrupted: &mut dyn FnMut() -> bool,
+    mut done: impl FnMut() -> Result<bool>,
+) -> Result<()> {
+    const SPIN: Duration = Duration::from_micros(20);
+    const LONGEST: Duration = Duration::from_millis(1);
+    if done()? {
+        return Ok(());
+    }
+    let started = Instant::now();
+    let mut next_check = INTERRUPT_CHECK;
+    loop {
+        let waited = started.elapsed();
+        if let Some(timeout) = timeout.filter(|&timeout| waited >= timeout) {
+            return Err(Error::Timeout { waited: timeout });
+        }
+        if waited >= next_check {
+            if interrupted() {
+                return Err(Error::Interrupted);
+            }
+            next_check = waited + INTERRUPT_CHECK;
+        }
+        if waited < SPIN {
+            std::hint::spin_loop();
+        } else {
+            let left = timeout.map_or(LONGEST, |timeout| timeout - waited);
+            thread::sleep((waited / 8).clamp(SPIN, LONGEST).min(left));
+        }
+        if done()? {
+            return Ok(());
+        }
+    }
+}

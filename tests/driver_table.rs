@@ -1,0 +1,76 @@
+//! The driver table: versions, missing functions, and refused calls on the software driver.
+
+use std::sync::Arc;
+
+use rstream::driver::{Driver, Kind};
+use rstream::{Api, Device, Error, Status, Stream, StreamOptions, testing};
+
+#[test]
+fn a_function_newer_than_the_driver_is_refused_and_never_called() {
+    let driver = Driver::with_table(Kind::Soft, Driver::soft_table(), 12_070);
+    // SAFETY: the call is refused before the NULL pointer can be used.
+    let refused = unsafe { driver.cuStreamGetDevice(std::ptr::null_mut(), std::ptr::null_mut()) };
+    assert_eq!(refused, Err(Error::DriverTooOld { function: "cuStreamGetDevice", needed: 12_080, found: 12_070 }));
+}
+
+#[test]
+fn a_missing_function_is_told_and_nothing_panics() {
+    let mut table = Driver::soft_table();
+    table.cuStreamGetId = None;
+    let driver = Driver::with_table(Kind::Soft, table, 13_000);
+    let mut id = 0;
+    // SAFETY: the call is refused before anything is used.
+    let refused = unsafe { driver.cuStreamGetId(std::ptr::null_mut(), &raw mut id) };
+    let text = refused.unwrap_err().to_string();
+    assert!(text.contains("cuStreamGetId") && text.contains("lacks it"), "{text}");
+}
+
+#[test]
+fn a_refused_enqueue_gives_the_closure_back_and_drops_nothing_it_owns() {
+    Api::attach(|api| {
+        let stream = Stream::new(api, Device::soft(api, 1)?, StreamOptions::default())?;
+        let owned = Arc::new(());
+        let held = Arc::clone(&owned);
+        let injected = testing::inject("cuStreamAddCallback", Status::OUT_OF_MEMORY.code(), 1)?;
+        let refused = stream.add_callback(api, move |_| Arc::strong_count(&held)).unwrap_err();
+        assert_eq!(refused.error.status(), Status::OUT_OF_MEMORY);
+        assert_eq!(stream.pending(), 0);
+        assert_eq!((refused.returned)(Status::SUCCESS), 2);
+        assert_eq!(Arc::strong_count(&owned), 1);
+        drop(injected);
+        stream.add_callback(api, |_| ())?.into_result(None)
+    })
+    .unwrap()
+    .unwrap();
+}
+
+#[test]
+fn bad_names_of_devices_are_quoted() {
+    Api::attach(|api| {
+        for text in ["", "soft:", "soft:x", "softer", "gpu", "-1"] {
+            let error = Device::parse(api, text).unwrap_err();
+            assert!(error.to_string().contains(&format!("{text:?}")), "{error}");
+        }
+        let error = Device::soft(api, 99).unwrap_err().to_string();
+        assert!(error.contains("99"), "{error}");
+    })
+    .unwrap();
+}
+
+#[test]
+fn an_object_of_another_device_is_refused() {
+    Api::attach(|api| {
+        let (a, b) = (Device::soft(api, 0)?, Device::soft(api, 1)?);
+        let stream = Stream::new(api, a, StreamOptions::default())?;
+        let event = rstream::Event::new(api, b, rstream::EventOptions::default())?;
+        let error = stream.record(api, &event).unwrap_err().to_string();
+        assert!(error.contains("soft:0") && error.contains("soft:1"), "{error}");
+        let other = Stream::new(api, b, StreamOptions::default())?;
+        // SAFETY: `other` is alive throughout.
+        let adopted = unsafe { Stream::from_raw(api, a, other.handle()?, None) };
+        assert!(matches!(adopted, Err(Error::InvalidValue { .. })));
+        Ok::<(), Error>(())
+    })
+    .unwrap()
+    .unwrap();
+}
