@@ -1,1 +1,115 @@
-//! PyO3 glue.
+//! The extension module `rstream._core`: PyO3 only. The core compiles and is tested without it.
+//!
+//! Every call that reaches the driver goes through [`call`]: without the GIL, and refused inside a callback. The richer
+//! half of the package (arrays, exceptions, waiting for many) is Python, in `python/rstream/`.
+
+mod completion;
+mod device;
+mod errors;
+mod event;
+mod gate;
+mod memory;
+mod stream;
+mod testing;
+mod worker;
+
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::api::Api;
+use crate::error::{Error, Result};
+use errors::PyResultExt as _;
+
+/// Calls the driver: with the GIL released, and with a token for this thread.
+fn call<T: Send>(py: Python<'_>, f: impl FnOnce(&Api<'_>) -> Result<T> + Send) -> PyResult<T> {
+    gate::refuse_forked()?;
+    py.detach(|| Api::attach(f).and_then(|result| result)).py(py)
+}
+
+/// As [`call`], for waits: `f` gets the closure that looks for Ctrl-C.
+fn call_interruptibly<T: Send>(
+    py: Python<'_>,
+    f: impl FnOnce(&Api<'_>, &mut dyn FnMut() -> bool) -> Result<T> + Send,
+) -> PyResult<T> {
+    gate::refuse_forked()?;
+    interruptibly(py, |interrupted| Api::attach(|api| f(api, interrupted)).and_then(|result| result))
+}
+
+/// Runs a wait without the GIL. When Python's signal handler raises meanwhile, the wait ends with that exception.
+fn interruptibly<T: Send>(
+    py: Python<'_>,
+    wait: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T> + Send,
+) -> PyResult<T> {
+    let mut raised = None;
+    let result = py.detach(|| {
+        wait(&mut || {
+            raised = Python::try_attach(|py| py.check_signals().err()).flatten();
+            raised.is_some()
+        })
+    });
+    match raised {
+        Some(error) => Err(error),
+        None => result.py(py),
+    }
+}
+
+/// A time-out in seconds, as Python has it. `None` and infinity: no limit.
+fn timeout(seconds: Option<f64>) -> Result<Option<Duration>> {
+    match seconds {
+        Some(seconds) if seconds.is_nan() || seconds < 0.0 => {
+            Err(Error::invalid(format!("timeout={seconds}: expected seconds of at least 0, or None")))
+        }
+        // More than a Duration holds is as good as no limit.
+        Some(seconds) => Ok(Duration::try_from_secs_f64(seconds).ok()),
+        None => Ok(None),
+    }
+}
+
+#[pymodule(gil_used = false)]
+mod _core {
+    #[pymodule_export]
+    #[allow(non_upper_case_globals, reason = "the name is Python's")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+
+    #[pymodule_export]
+    use super::completion::CompletionPy;
+    #[pymodule_export]
+    use super::device::{DevicePy, default_device, devices};
+    #[pymodule_export]
+    use super::event::EventPy;
+    #[pymodule_export]
+    use super::gate::{_after_fork, _at_exit};
+    #[pymodule_export]
+    use super::memory::{MemoryPy, pointer_info};
+    #[pymodule_export]
+    use super::stats;
+    #[pymodule_export]
+    use super::status_text;
+    #[pymodule_export]
+    use super::stream::StreamPy;
+    #[pymodule_export]
+    use super::testing::{HoldPy, InjectionPy, fault, hold, inject, spin};
+}
+
+/// Name, description and stickiness of a code.
+#[pyfunction]
+fn status_text(code: u32) -> (String, String, bool) {
+    let status = crate::Status::new(code);
+    (status.name().into_owned(), status.description().into_owned(), status.sticky())
+}
+
+/// The counters of the process.
+#[pyfunction]
+fn stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let stats = crate::callback::stats();
+    // To the core, host code that raised a Python exception has run.
+    let raised = worker::raised();
+    let dict = PyDict::new(py);
+    dict.set_item("accepted", stats.accepted)?;
+    dict.set_item("run", stats.run - raised)?;
+    dict.set_item("failed", stats.failed + raised)?;
+    dict.set_item("cancelled", stats.cancelled)?;
+    Ok(dict)
+}

@@ -1,0 +1,103 @@
+"""Host code at points of a CUDA stream: exactly once, safely, from Python and from Rust.
+
+>>> import rstream as rs
+>>> with rs.Stream("soft") as stream:
+...     seen = stream.add_callback(lambda status, name: f"{name}: {status.ok}", "done")
+...     seen.result()
+'done: True'
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+from rstream import _core, testing
+from rstream._arrays import DeviceArray, ManagedArray, PinnedArray, device_empty, managed_empty, pinned_empty
+from rstream._core import Completion, Device, Event, Stream, default_device, devices, stats
+from rstream._errors import (
+    CapturedEventError,
+    CaptureError,
+    CaptureImplicitError,
+    CaptureInvalidatedError,
+    CaptureIsolationError,
+    CaptureMergeError,
+    CaptureUnjoinedError,
+    CaptureUnmatchedError,
+    CaptureUnsupportedError,
+    CaptureWrongThreadError,
+    ClosedError,
+    ContextDestroyedError,
+    CudaError,
+    DeviceFaultError,
+    DriverNotFoundError,
+    DriverTooOldError,
+    InvalidHandleError,
+    InvalidValueError,
+    NotPermittedError,
+    NotSupportedError,
+    OutOfMemoryError,
+    ShutdownError,
+    WaitTimeoutError,
+)
+from rstream._status import Status
+from rstream._waiting import DoneAndNotDone, as_completed, wait
+
+__version__: str = _core.__version__
+
+__all__ = [
+    "CaptureError",
+    "CaptureImplicitError",
+    "CaptureInvalidatedError",
+    "CaptureIsolationError",
+    "CaptureMergeError",
+    "CaptureUnjoinedError",
+    "CaptureUnmatchedError",
+    "CaptureUnsupportedError",
+    "CaptureWrongThreadError",
+    "CapturedEventError",
+    "ClosedError",
+    "Completion",
+    "ContextDestroyedError",
+    "CudaError",
+    "Device",
+    "DeviceArray",
+    "DeviceFaultError",
+    "DoneAndNotDone",
+    "DriverNotFoundError",
+    "DriverTooOldError",
+    "Event",
+    "InvalidHandleError",
+    "InvalidValueError",
+    "ManagedArray",
+    "NotPermittedError",
+    "NotSupportedError",
+    "OutOfMemoryError",
+    "PinnedArray",
+    "ShutdownError",
+    "Status",
+    "Stream",
+    "WaitTimeoutError",
+    "as_completed",
+    "default_device",
+    "device_empty",
+    "devices",
+    "managed_empty",
+    "pinned_empty",
+    "stats",
+    "testing",
+    "wait",
+]
+
+
+def _exit_timeout() -> float:
+    """Seconds that the interpreter's exit waits for host code that is due: `RSTREAM_EXIT_TIMEOUT`, or 1."""
+    try:
+        return max(0.0, float(os.environ["RSTREAM_EXIT_TIMEOUT"]))
+    except (KeyError, ValueError):
+        return 1.0
+
+
+atexit.register(lambda: _core._at_exit(_exit_timeout()))
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_core._after_fork)

@@ -1,0 +1,153 @@
+"""Waiting for completions: many of them, in asyncio, and as futures."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import math
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple
+
+from rstream import _core
+from rstream._errors import InvalidValueError, WaitTimeoutError
+
+
+class DoneAndNotDone(NamedTuple):
+    """What `wait` returns: the completions that are done, and those that are not."""
+
+    done: set[_core.Completion[Any]]
+    not_done: set[_core.Completion[Any]]
+
+
+def _deadline(timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    if math.isnan(timeout) or timeout < 0:
+        raise InvalidValueError(f"timeout={timeout}: expected seconds of at least 0, or None", 1)
+    return time.monotonic() + timeout
+
+
+def _left(deadline: float | None) -> float | None:
+    if deadline is None:
+        return None
+    # What a lock can wait for at most.
+    return min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+
+
+def wait(
+    completions: Iterable[_core.Completion[Any]],
+    timeout: float | None = None,
+    return_when: Literal["ALL_COMPLETED", "FIRST_COMPLETED", "FIRST_EXCEPTION"] = "ALL_COMPLETED",
+) -> DoneAndNotDone:
+    """Wait for completions, as `concurrent.futures.wait` does for futures.
+
+    Returns the sets of those that are done and that are not when the condition is met or `timeout` seconds have passed.
+    Raises `InvalidValueError` for a negative time-out or another `return_when`.
+    """
+    if return_when not in ("ALL_COMPLETED", "FIRST_COMPLETED", "FIRST_EXCEPTION"):
+        raise InvalidValueError(
+            f"return_when={return_when!r}: expected ALL_COMPLETED, FIRST_COMPLETED or FIRST_EXCEPTION", 1
+        )
+    deadline = _deadline(timeout)
+    pending = set(completions)
+    finished: queue.SimpleQueue[_core.Completion[Any]] = queue.SimpleQueue()
+    for completion in pending:
+        completion.add_done_callback(finished.put)
+    done: set[_core.Completion[Any]] = set()
+    while pending:
+        try:
+            completion = finished.get(timeout=_left(deadline))
+        except queue.Empty:
+            break
+        pending.discard(completion)
+        done.add(completion)
+        if return_when == "FIRST_COMPLETED" and finished.empty():
+            break
+        if return_when == "FIRST_EXCEPTION" and (completion.cancelled() or completion.exception() is not None):
+            break
+    return DoneAndNotDone(done, pending)
+
+
+def as_completed(
+    completions: Iterable[_core.Completion[Any]], timeout: float | None = None
+) -> Iterator[_core.Completion[Any]]:
+    """Iterate over completions in the order in which they are done.
+
+    Raises `WaitTimeoutError` when not all are done after `timeout` seconds from this call.
+    """
+    deadline = _deadline(timeout)
+    pending = set(completions)
+    finished: queue.SimpleQueue[_core.Completion[Any]] = queue.SimpleQueue()
+    for completion in pending:
+        completion.add_done_callback(finished.put)
+    return _iterate(len(pending), finished, deadline)
+
+
+def _iterate(
+    count: int, finished: queue.SimpleQueue[_core.Completion[Any]], deadline: float | None
+) -> Iterator[_core.Completion[Any]]:
+    for number in range(count):
+        try:
+            completion = finished.get(timeout=_left(deadline))
+        except queue.Empty:
+            raise WaitTimeoutError(f"{count - number} of {count} completions are not done", 909) from None
+        yield completion
+
+
+def _settle(future: Any, completion: _core.Completion[Any]) -> None:
+    """Give a future of either kind the end of `completion`."""
+    if completion.cancelled():
+        # Seen here, so that it is not reported as lost.
+        completion.exception()
+        future.cancel()
+        return
+    error = completion.exception()
+    if error is None:
+        future.set_result(completion.result())
+    elif isinstance(error, StopIteration):
+        # A future cannot carry it.
+        wrapped = RuntimeError("host code raised StopIteration")
+        wrapped.__cause__ = error
+        future.set_exception(wrapped)
+    else:
+        future.set_exception(error)
+
+
+def asyncio_future(completion: _core.Completion[Any]) -> asyncio.Future[Any]:
+    """The completion as a future of the running loop: what `await completion` waits for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(completion: _core.Completion[Any]) -> None:
+        if not future.done():
+            _settle(future, completion)
+
+    def tell(completion: _core.Completion[Any]) -> None:
+        try:
+            loop.call_soon_threadsafe(settle, completion)
+        except RuntimeError:
+            # The loop is closed, and with it everybody who could have waited.
+            pass
+
+    if completion.done():
+        settle(completion)
+    else:
+        completion.add_done_callback(tell)
+    return future
+
+
+def concurrent_future(completion: _core.Completion[Any]) -> concurrent.futures.Future[Any]:
+    """`Completion.future`."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def tell(completion: _core.Completion[Any]) -> None:
+        if completion.cancelled():
+            _settle(future, completion)
+        elif future.set_running_or_notify_cancel():
+            _settle(future, completion)
+
+    completion.add_done_callback(tell)
+    return future

@@ -1,0 +1,238 @@
+//! `rstream.Completion`.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyTuple;
+
+use super::errors::{PyResultExt as _, exception};
+use super::worker::{Outcome, status_object};
+use super::{gate, interruptibly, timeout};
+use crate::completion::Completion;
+use crate::error::{Error, Result};
+use crate::executor;
+
+/// The two things that a completion of the core can carry for Python.
+enum Inner {
+    Call(Completion<Outcome>),
+    Notice(Completion<()>),
+}
+
+/// How a completion ended, in Python's terms.
+enum Ending {
+    Value(Py<PyAny>),
+    Error(PyErr),
+}
+
+#[pyclass(name = "Completion", module = "rstream", frozen, weakref)]
+pub(super) struct CompletionPy {
+    inner: Arc<Inner>,
+    /// Somebody has seen how it ended, so a failure is not lost.
+    retrieved: AtomicBool,
+}
+
+impl Inner {
+    fn is_done(&self) -> bool {
+        match self {
+            Inner::Call(completion) => completion.is_done(),
+            Inner::Notice(completion) => completion.is_done(),
+        }
+    }
+
+    fn on_done(&self, hook: impl FnOnce() + Send + 'static) {
+        match self {
+            Inner::Call(completion) => completion.on_done(hook),
+            Inner::Notice(completion) => completion.on_done(hook),
+        }
+    }
+
+    fn wait_done(&self, limit: Option<std::time::Duration>, interrupted: &mut dyn FnMut() -> bool) -> Result<()> {
+        match self {
+            Inner::Call(completion) => completion.wait_done(limit, interrupted),
+            Inner::Notice(completion) => completion.wait_done(limit, interrupted),
+        }
+    }
+
+    fn ending(&self, py: Python<'_>) -> Option<Ending> {
+        let failed = |error: &Error| Ending::Error(exception(py, error));
+        match self {
+            Inner::Call(completion) => completion.peek(|result| match result {
+                Ok(Outcome::Returned(value)) => Ending::Value(value.clone_ref(py)),
+                Ok(Outcome::Raised(error)) => Ending::Error(error.clone_ref(py)),
+                Ok(Outcome::Shutdown) => failed(&Error::Shutdown),
+                Err(error) => failed(error),
+            }),
+            Inner::Notice(completion) => completion.peek(|result| match result {
+                Ok(()) => Ending::Value(py.None()),
+                Err(error) => failed(error),
+            }),
+        }
+    }
+
+    /// Whether it ended with something that somebody has to hear of. Needs no interpreter.
+    fn is_failure(&self) -> bool {
+        let told = |error: &Error| !matches!(error, Error::Cancelled | Error::Shutdown);
+        match self {
+            Inner::Call(completion) => completion.peek(|result| match result {
+                Ok(outcome) => matches!(outcome, Outcome::Raised(_)),
+                Err(error) => told(error),
+            }),
+            Inner::Notice(completion) => completion.peek(|result| result.as_ref().err().is_some_and(told)),
+        }
+        .unwrap_or(false)
+    }
+
+    fn report(&self, py: Python<'_>) {
+        if let Some(Ending::Error(error)) = self.ending(py) {
+            error.write_unraisable(py, None);
+        }
+    }
+}
+
+/// A strand of its own for each thing to tell: they need no order, and must not wait for one another.
+fn strand() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1 << 62);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+impl CompletionPy {
+    pub(super) fn call(completion: Completion<Outcome>) -> CompletionPy {
+        CompletionPy { inner: Arc::new(Inner::Call(completion)), retrieved: AtomicBool::new(false) }
+    }
+
+    pub(super) fn notice(completion: Completion<()>) -> CompletionPy {
+        CompletionPy { inner: Arc::new(Inner::Notice(completion)), retrieved: AtomicBool::new(false) }
+    }
+
+    fn wait(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<Ending> {
+        let limit = timeout(seconds).py(py)?;
+        if !self.inner.is_done() {
+            interruptibly(py, |interrupted| self.inner.wait_done(limit, interrupted))?;
+        }
+        self.retrieved.store(true, Ordering::Relaxed);
+        Ok(self.inner.ending(py).expect("it is done, and nobody takes the result out"))
+    }
+}
+
+impl Drop for CompletionPy {
+    fn drop(&mut self) {
+        if self.retrieved.load(Ordering::Relaxed) {
+            return;
+        }
+        let inner = Arc::clone(&self.inner);
+        self.inner.on_done(move || {
+            if inner.is_failure() {
+                executor::submit(strand(), move || {
+                    gate::enter(|py| inner.report(py));
+                });
+            }
+        });
+    }
+}
+
+#[pymethods]
+impl CompletionPy {
+    fn done(&self) -> bool {
+        self.inner.is_done()
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<PyAny>> {
+        match self.wait(py, timeout)? {
+            Ending::Value(value) => Ok(value),
+            Ending::Error(error) => Err(error),
+        }
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn exception(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Py<PyAny>>> {
+        Ok(match self.wait(py, timeout)? {
+            Ending::Value(_) => None,
+            Ending::Error(error) => Some(error.into_value(py).into_any()),
+        })
+    }
+
+    #[getter]
+    fn status<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let status = match &*self.inner {
+            Inner::Call(completion) => completion.status(),
+            Inner::Notice(completion) => completion.status(),
+        };
+        status.map(|status| status_object(py, status)).transpose()
+    }
+
+    fn cancel(&self, py: Python<'_>) -> bool {
+        // Done callbacks of other completions' owners may run in here.
+        py.detach(|| match &*self.inner {
+            Inner::Call(completion) => completion.cancel(),
+            Inner::Notice(completion) => completion.cancel(),
+        })
+    }
+
+    fn cancelled(&self) -> bool {
+        let cancelled = |error: Option<&Error>| matches!(error, Some(Error::Cancelled));
+        match &*self.inner {
+            Inner::Call(completion) => completion.peek(|result| cancelled(result.as_ref().err())),
+            Inner::Notice(completion) => completion.peek(|result| cancelled(result.as_ref().err())),
+        }
+        .unwrap_or(false)
+    }
+
+    fn add_done_callback(slf: &Bound<'_, Self>, function: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = slf.py();
+        if !function.is_callable() {
+            let text = format!("{} is not callable", function.repr()?);
+            return Err(pyo3::exceptions::PyTypeError::new_err(text));
+        }
+        let inner = Arc::clone(&slf.get().inner);
+        if inner.is_done() {
+            if let Err(error) = function.call1((slf,)) {
+                error.write_unraisable(py, Some(function));
+            }
+            return Ok(());
+        }
+        let (completion, function) = (slf.clone().unbind(), function.clone().unbind());
+        py.detach(|| {
+            inner.on_done(move || {
+                executor::submit(strand(), move || {
+                    gate::enter(|py| tell(py, &completion, &function));
+                });
+            });
+        });
+        Ok(())
+    }
+
+    fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        static WRAP: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+        WRAP.import(slf.py(), "rstream._waiting", "asyncio_future")?.call1((slf,))?.call_method0("__await__")
+    }
+
+    fn future<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        static WRAP: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+        WRAP.import(slf.py(), "rstream._waiting", "concurrent_future")?.call1((slf,))
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let state = match self.inner.ending(py) {
+            None => "pending",
+            Some(Ending::Value(_)) => "done",
+            Some(Ending::Error(_)) if self.cancelled() => "cancelled",
+            Some(Ending::Error(_)) => "failed",
+        };
+        format!("<rstream.Completion {state}>")
+    }
+
+    fn __reduce__(&self) -> PyResult<()> {
+        Err(pyo3::exceptions::PyTypeError::new_err("a Completion belongs to this process and cannot be pickled"))
+    }
+}
+
+fn tell(py: Python<'_>, completion: &Py<CompletionPy>, function: &Py<PyAny>) {
+    let function = function.bind(py);
+    let called = PyTuple::new(py, [completion]).and_then(|args| gate::call(function, &args, None));
+    if let Err(error) = called {
+        error.write_unraisable(py, Some(function));
+    }
+}

@@ -1,0 +1,131 @@
+//! `rstream.Device`.
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyMappingProxy};
+
+use super::call;
+use crate::device::Device;
+use crate::error::Error;
+
+#[pyclass(name = "Device", module = "rstream", frozen, eq, hash, weakref)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct DevicePy(pub(super) Device);
+
+/// The device of an optional argument: a `Device`, what `Device()` takes, or `None` for the default.
+pub(super) fn device_or_default(device: Option<&Bound<'_, PyAny>>, py: Python<'_>) -> PyResult<Device> {
+    match device {
+        None => call(py, Device::default),
+        Some(object) => match object.cast::<DevicePy>() {
+            Ok(device) => Ok(device.get().0),
+            Err(_) => DevicePy::new(object).map(|device| device.0),
+        },
+    }
+}
+
+#[pymethods]
+impl DevicePy {
+    #[new]
+    fn new(spec: &Bound<'_, PyAny>) -> PyResult<DevicePy> {
+        let py = spec.py();
+        if let Ok(device) = spec.cast::<DevicePy>() {
+            return Ok(*device.get());
+        }
+        if let Ok(text) = spec.extract::<String>() {
+            return call(py, move |api| Device::parse(api, &text)).map(DevicePy);
+        }
+        // bool is an int to Python, but no device.
+        if spec.is_instance_of::<pyo3::types::PyBool>() || !spec.is_instance_of::<pyo3::types::PyInt>() {
+            return Err(PyTypeError::new_err(format!(
+                "{} is no device: expected a GPU's number, \"soft\" or \"soft:<number>\"",
+                spec.repr()?
+            )));
+        }
+        let ordinal = spec.extract::<u32>().ok();
+        let shown = spec.to_string();
+        call(py, move |api| match ordinal {
+            Some(ordinal) => Device::gpu(api, ordinal),
+            None => Err(Error::invalid(format!("no GPU {shown}"))),
+        })
+        .map(DevicePy)
+    }
+
+    #[getter]
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    #[getter]
+    fn ordinal(&self) -> u32 {
+        self.0.ordinal()
+    }
+
+    #[getter]
+    fn is_software(&self) -> bool {
+        self.0.is_software()
+    }
+
+    #[getter]
+    fn driver_version(&self) -> (u32, u32) {
+        let version = self.0.driver_version();
+        (version / 1000, version % 1000 / 10)
+    }
+
+    #[getter]
+    fn compute_capability(&self) -> (i32, i32) {
+        self.0.compute_capability()
+    }
+
+    #[getter]
+    fn priority_range(&self) -> (i32, i32) {
+        self.0.priority_range()
+    }
+
+    #[getter]
+    fn context_handle(&self) -> usize {
+        self.0.context_handle()
+    }
+
+    #[getter]
+    fn attributes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyMappingProxy>> {
+        let device = self.0;
+        let dict = PyDict::new(py);
+        for (name, value) in call(py, move |api| device.attributes(api))? {
+            dict.set_item(name, value)?;
+        }
+        Ok(PyMappingProxy::new(py, dict.as_mapping()))
+    }
+
+    fn memory_info(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
+        let device = self.0;
+        call(py, move |api| device.memory_info(api))
+    }
+
+    fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
+        let device = self.0;
+        call(py, move |api| device.synchronize(api))
+    }
+
+    fn __repr__(&self) -> String {
+        if self.0.is_software() { format!("Device(\"{}\")", self.0) } else { format!("Device({})", self.0) }
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, (Py<PyAny>,))> {
+        let spec = if self.0.is_software() {
+            self.0.to_string().into_pyobject(py)?.into_any().unbind()
+        } else {
+            self.0.ordinal().into_pyobject(py)?.into_any().unbind()
+        };
+        Ok((py.get_type::<DevicePy>().into_any(), (spec,)))
+    }
+}
+
+#[pyfunction]
+pub(super) fn devices(py: Python<'_>) -> PyResult<Vec<DevicePy>> {
+    Ok(call(py, Device::all)?.into_iter().map(DevicePy).collect())
+}
+
+#[pyfunction]
+pub(super) fn default_device(py: Python<'_>) -> PyResult<DevicePy> {
+    call(py, Device::default).map(DevicePy)
+}

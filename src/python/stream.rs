@@ -1,0 +1,382 @@
+//! `rstream.Stream`.
+
+use std::any::Any;
+
+use numpy::npyffi::NPY_ARRAY_WRITEABLE;
+use numpy::{PyArrayDescrMethods as _, PyUntypedArray, PyUntypedArrayMethods as _};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyTuple};
+
+use super::call;
+use super::completion::CompletionPy;
+use super::device::{DevicePy, device_or_default};
+use super::errors::{PyResultExt as _, exception};
+use super::event::{EventPy, python_bool};
+use super::memory::MemoryPy;
+use super::worker::{Job, Outcome};
+use super::{call_interruptibly, timeout};
+use crate::api::Api;
+use crate::completion::Completion;
+use crate::error::{Error, Refused, Result, Status};
+use crate::event::{Event, EventOptions};
+use crate::memory::{BufferKind, Pattern};
+use crate::stream::{Signal, Stream, StreamOptions};
+
+#[pyclass(name = "Stream", module = "rstream", frozen, weakref)]
+pub(super) struct StreamPy(pub(super) Stream);
+
+/// One side of a copy: where, how much, and what keeps it alive.
+struct Region {
+    address: u64,
+    bytes: usize,
+    writable: bool,
+    keep: Py<PyAny>,
+}
+
+impl Region {
+    /// Contiguous memory of `object`, of which `role` is the name in errors.
+    fn of(stream: &Bound<'_, StreamPy>, object: &Bound<'_, PyAny>, role: &str) -> PyResult<Region> {
+        let py = object.py();
+        let refuse = |what: String| Err(exception(py, &Error::invalid(what)));
+        let keep = object.clone().unbind();
+        if let Ok(array) = object.cast::<PyUntypedArray>() {
+            if !array.is_c_contiguous() {
+                return refuse(format!("{role}: a NumPy array of shape {:?} that is not C-contiguous", array.shape()));
+            }
+            if array.dtype().has_object() {
+                return refuse(format!("{role}: an array of dtype {} has no bytes to copy", array.dtype()));
+            }
+            // SAFETY: the array is alive; reads two fields of its header.
+            let (data, flags) = unsafe { ((*array.as_array_ptr()).fields.data, (*array.as_array_ptr()).fields.flags) };
+            return Ok(Region {
+                address: data as u64,
+                bytes: array.len() * array.dtype().itemsize(),
+                writable: flags & NPY_ARRAY_WRITEABLE != 0,
+                keep,
+            });
+        }
+        if let Some(memory) = object.getattr_opt("_memory")? {
+            if let Ok(memory) = memory.cast::<MemoryPy>() {
+                let buffer = &memory.get().0;
+                let (of_stream, of_buffer) = (stream.get().0.device(), buffer.device());
+                if of_buffer.kind() != of_stream.kind() || buffer.kind() == BufferKind::Device && of_buffer != of_stream
+                {
+                    return refuse(format!("{role}: memory of device {of_buffer} on a stream of device {of_stream}"));
+                }
+                return Ok(Region { address: buffer.ptr(), bytes: buffer.len(), writable: true, keep });
+            }
+        }
+        static DESCRIBE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+        let describe = DESCRIBE.import(py, "rstream._interop", "describe")?;
+        let (address, bytes, writable): (u64, usize, bool) = describe.call1((stream, object, role))?.extract()?;
+        Ok(Region { address, bytes, writable, keep })
+    }
+}
+
+impl StreamPy {
+    /// Queues a Python callable by `enqueue`. When that is refused the callable and its arguments are let go of before
+    /// the exception is raised.
+    fn queue<F: Send>(
+        &self,
+        py: Python<'_>,
+        enqueue: impl FnOnce(&Api<'_>, &Stream) -> Result<Completion<Outcome>, Refused<F>> + Send,
+    ) -> PyResult<CompletionPy> {
+        super::gate::refuse_forked()?;
+        let queued = py.detach(|| Api::attach(|api| enqueue(api, &self.0)));
+        match queued {
+            Ok(Ok(completion)) => Ok(CompletionPy::call(completion)),
+            Ok(Err(Refused { error, returned })) => {
+                drop(returned);
+                Err(exception(py, &error))
+            }
+            Err(error) => Err(exception(py, &error)),
+        }
+    }
+}
+
+#[pymethods]
+impl StreamPy {
+    #[new]
+    #[pyo3(signature = (device=None, *, non_blocking=true, priority=0, signal="auto"))]
+    fn new(
+        py: Python<'_>,
+        device: Option<&Bound<'_, PyAny>>,
+        non_blocking: bool,
+        priority: i32,
+        signal: &str,
+    ) -> PyResult<StreamPy> {
+        let signal = match signal {
+            "auto" => Ok(Signal::Auto),
+            "driver" => Ok(Signal::Driver),
+            "memory" => Err(Error::NotSupported {
+                what: "signal=\"memory\" is not available in this version: use \"auto\" or \"driver\"".into(),
+            }),
+            other => Err(Error::invalid(format!("signal={other:?}: expected \"auto\", \"memory\" or \"driver\""))),
+        }
+        .py(py)?;
+        let device = device_or_default(device, py)?;
+        let options = StreamOptions { non_blocking, priority, signal };
+        call(py, move |api| Stream::new(api, device, options)).map(StreamPy)
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (device=None))]
+    fn legacy_default(py: Python<'_>, device: Option<&Bound<'_, PyAny>>) -> PyResult<StreamPy> {
+        let device = device_or_default(device, py)?;
+        call(py, move |api| Stream::legacy_default(api, device)).map(StreamPy)
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (device=None))]
+    fn per_thread_default(py: Python<'_>, device: Option<&Bound<'_, PyAny>>) -> PyResult<StreamPy> {
+        let device = device_or_default(device, py)?;
+        call(py, move |api| Stream::per_thread_default(api, device)).map(StreamPy)
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (obj, device=None))]
+    fn from_external<'py>(
+        py: Python<'py>,
+        obj: &Bound<'py, PyAny>,
+        device: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        static ADOPT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+        ADOPT.import(py, "rstream._interop", "adopt")?.call1((obj, device))
+    }
+
+    /// A stream by its handle; `keep` lives as long as it.
+    #[staticmethod]
+    fn _adopt(py: Python<'_>, handle: usize, device: &DevicePy, keep: Py<PyAny>) -> PyResult<StreamPy> {
+        let device = device.0;
+        let keep: Box<dyn Any + Send + Sync> = Box::new(keep);
+        // SAFETY: that the handle is alive as long as `keep` is what the protocols say that it was read from, and for a
+        // bare number the documented duty of the caller.
+        call(py, move |api| unsafe { Stream::from_raw(api, device, handle, Some(keep)) }).map(StreamPy)
+    }
+
+    #[getter]
+    fn handle(&self, py: Python<'_>) -> PyResult<usize> {
+        self.0.handle().py(py)
+    }
+
+    #[getter]
+    fn id(&self) -> u64 {
+        self.0.id()
+    }
+
+    #[getter]
+    fn device(&self) -> DevicePy {
+        DevicePy(self.0.device())
+    }
+
+    #[getter]
+    fn priority(&self) -> i32 {
+        self.0.priority()
+    }
+
+    #[getter]
+    fn non_blocking(&self) -> bool {
+        self.0.non_blocking()
+    }
+
+    #[getter]
+    fn context_handle(&self) -> usize {
+        self.0.context_handle()
+    }
+
+    #[getter]
+    fn green_context(&self) -> Option<usize> {
+        self.0.green_context()
+    }
+
+    #[getter]
+    fn signal(&self) -> &'static str {
+        match self.0.signal() {
+            Signal::Auto => "auto",
+            Signal::Driver => "driver",
+        }
+    }
+
+    #[getter]
+    fn closed(&self) -> bool {
+        self.0.is_closed()
+    }
+
+    #[getter]
+    fn pending(&self) -> usize {
+        self.0.pending()
+    }
+
+    fn query(&self, py: Python<'_>) -> PyResult<bool> {
+        call(py, |api| self.0.query(api))
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let limit = self::timeout(timeout).py(py)?;
+        call_interruptibly(py, |api, interrupted| self.0.synchronize(api, limit, interrupted))
+    }
+
+    fn wait(&self, py: Python<'_>, event_or_stream: &Bound<'_, PyAny>) -> PyResult<()> {
+        if let Ok(event) = event_or_stream.cast::<EventPy>() {
+            let event = event.get();
+            return call(py, |api| self.0.wait_event(api, &event.0));
+        }
+        let adopted;
+        let other = match event_or_stream.cast::<StreamPy>() {
+            Ok(stream) => stream,
+            Err(_) => {
+                let device = Bound::new(py, DevicePy(self.0.device()))?.into_any();
+                adopted = StreamPy::from_external(py, event_or_stream, Some(&device))?.cast_into::<StreamPy>()?;
+                &adopted
+            }
+        };
+        let other = other.get();
+        call(py, |api| self.0.wait_stream(api, &other.0))
+    }
+
+    #[pyo3(signature = (event=None))]
+    fn record<'py>(&self, py: Python<'py>, event: Option<Bound<'py, EventPy>>) -> PyResult<Bound<'py, EventPy>> {
+        let event = match event {
+            Some(event) => event,
+            None => {
+                let device = self.0.device();
+                Bound::new(py, EventPy(call(py, move |api| Event::new(api, device, EventOptions::default()))?))?
+            }
+        };
+        let raw = &event.get().0;
+        call(py, |api| self.0.record(api, raw))?;
+        Ok(event)
+    }
+
+    #[pyo3(signature = (fn_, /, *args, **kwargs))]
+    fn add_callback(
+        &self,
+        py: Python<'_>,
+        fn_: &Bound<'_, PyAny>,
+        args: &Bound<'_, PyTuple>,
+        kwargs: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<CompletionPy> {
+        let (job, device) = (Job::new(fn_, args, kwargs)?, self.0.device());
+        self.queue(py, move |api, stream| {
+            stream.add_callback(api, move |status: Status| job.run_ordered(device, Some(status)))
+        })
+    }
+
+    #[pyo3(signature = (fn_, /, *args, **kwargs))]
+    fn launch_host_func(
+        &self,
+        py: Python<'_>,
+        fn_: &Bound<'_, PyAny>,
+        args: &Bound<'_, PyTuple>,
+        kwargs: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<CompletionPy> {
+        let (job, device) = (Job::new(fn_, args, kwargs)?, self.0.device());
+        self.queue(py, move |api, stream| stream.launch_host_func(api, move || job.run_ordered(device, None)))
+    }
+
+    #[pyo3(signature = (fn_, /, *args, **kwargs))]
+    fn then(
+        &self,
+        py: Python<'_>,
+        fn_: &Bound<'_, PyAny>,
+        args: &Bound<'_, PyTuple>,
+        kwargs: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<CompletionPy> {
+        let job = Job::new(fn_, args, kwargs)?;
+        self.queue(py, move |api, stream| stream.then(api, move |_api: &Api<'_>| job.run_free()))
+    }
+
+    fn completion(&self, py: Python<'_>) -> PyResult<CompletionPy> {
+        call(py, |api| self.0.completion(api)).map(CompletionPy::notice)
+    }
+
+    fn __await__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        Bound::new(py, self.completion(py)?)?.call_method0("__await__")
+    }
+
+    fn copy(slf: &Bound<'_, Self>, dst: &Bound<'_, PyAny>, src: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = slf.py();
+        let (to, from) = (Region::of(slf, dst, "dst")?, Region::of(slf, src, "src")?);
+        let refusal = if !to.writable {
+            Some("dst is read-only".to_owned())
+        } else if to.bytes != from.bytes {
+            Some(format!("dst has {} bytes and src has {}", to.bytes, from.bytes))
+        } else {
+            None
+        };
+        if let Some(what) = refusal {
+            return Err(exception(py, &Error::invalid(what)));
+        }
+        let stream = &slf.get().0;
+        call(py, move |api| {
+            // SAFETY: both are contiguous memory of that size, and kept alive by references to their owners. Who else
+            // reads or writes them meanwhile is the caller's concern, as documented, like for any asynchronous copy.
+            unsafe { stream.copy_raw(api, to.address, from.address, to.bytes, (to.keep, from.keep)) }
+        })
+    }
+
+    fn fill(slf: &Bound<'_, Self>, dst: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>) -> PyResult<()> {
+        static PATTERN: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+        let py = slf.py();
+        let (width, bits): (usize, u32) =
+            PATTERN.import(py, "rstream._arrays", "pattern")?.call1((dst, value))?.extract()?;
+        let to = Region::of(slf, dst, "dst")?;
+        if !to.writable {
+            return Err(exception(py, &Error::invalid("dst is read-only")));
+        }
+        let low = bits.to_le_bytes();
+        let pattern = match width {
+            1 => Pattern::U8(low[0]),
+            2 => Pattern::U16(u16::from_le_bytes([low[0], low[1]])),
+            _ => Pattern::U32(bits),
+        };
+        let stream = &slf.get().0;
+        let count = to.bytes / pattern.len();
+        // SAFETY: as in `copy`.
+        call(py, move |api| unsafe { stream.fill_raw(api, to.address, pattern, count, to.keep) })
+    }
+
+    fn close(&self) {
+        self.0.close();
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, _exception: &Bound<'_, PyTuple>) {
+        self.0.close();
+    }
+
+    fn __cuda_stream__(&self, py: Python<'_>) -> PyResult<(u32, usize)> {
+        Ok((0, self.0.handle().py(py)?))
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<StreamPy>().is_ok_and(|other| other.get().0 == self.0)
+    }
+
+    fn __hash__(&self) -> u64 {
+        // The id is unique in a driver, and streams of two drivers may share a hash.
+        self.0.id()
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "<rstream.Stream {} on device {}, priority={}, non_blocking={}{}>",
+            self.0.id(),
+            self.0.device(),
+            self.0.priority(),
+            python_bool(self.0.non_blocking()),
+            if self.0.is_closed() { " closed" } else { "" }
+        )
+    }
+
+    fn __reduce__(&self) -> PyResult<()> {
+        Err(PyTypeError::new_err("a Stream belongs to this process and cannot be pickled"))
+    }
+}
