@@ -71,10 +71,12 @@ def test_a_file_that_cannot_be_read_is_one_line_and_status_2(rstream, tmp_path, 
     assert done.stderr.count("\n") == 1
 
 
-def test_a_device_file_is_refused(rstream):
-    done = rstream("demo", "/dev/zero")
+def test_a_pipe_is_refused_at_once(rstream, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    done = rstream("demo", pipe)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "rstream demo: cannot read /dev/zero: it is not a regular file\n"
+    assert done.stderr == f"rstream demo: cannot read {pipe}: it is not a regular file\n"
 
 
 @pytest.mark.parametrize("device", ["soft:99", "nonsense"])

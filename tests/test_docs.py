@@ -31,7 +31,9 @@ def test_the_documents_have_code():
     assert sum(len(blocks(document.read_text(encoding="utf-8"))) for document in DOCUMENTS) > 8
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "document", [*DOCUMENTS, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"], ids=lambda p: p.name
+)
 def test_relative_links_lead_somewhere(document):
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]

@@ -102,7 +102,10 @@ class _Array:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """CUDA Array Interface, version 3; only for memory of a GPU. `stream` is `None`: who shares the array orders the work."""
+        """CUDA Array Interface, version 3; only for memory of a GPU.
+
+        `stream` is `None`: who shares the array orders the work.
+        """
         if self.device.is_software:
             # An AttributeError, so that consumers see an object without the interface.
             raise AttributeError("memory of a software device is not CUDA memory")
@@ -126,13 +129,15 @@ class _HostArray(_Array):
         """The array as NumPy sees it: a view, not a copy. It keeps the memory alive."""
         if self.nbytes == 0:
             return np.empty(self.shape, self.dtype)
-        return np.ndarray(self.shape, self.dtype, buffer=self._memory)
+        return np.ndarray(self.shape, self.dtype, buffer=memoryview(self._memory))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         view = self.numpy()
         if dtype is not None and np.dtype(dtype) != self.dtype:
             if copy is False:
-                raise ValueError(f"an array of dtype {self.dtype} is no array of dtype {np.dtype(dtype)} without a copy")
+                raise ValueError(
+                    f"an array of dtype {self.dtype} is no array of dtype {np.dtype(dtype)} without a copy"
+                )
             return view.astype(dtype)
         return view.copy() if copy else view
 
@@ -151,7 +156,7 @@ class PinnedArray(_HostArray):
 
 
 class ManagedArray(_HostArray):
-    """An array in managed memory (`cuMemAllocManaged`), which moves between host and device. Made by `managed_empty`."""
+    """An array in managed memory (`cuMemAllocManaged`), which moves as it is used. Made by `managed_empty`."""
 
     __slots__ = ()
     _kind = "managed"
@@ -187,7 +192,8 @@ class DeviceArray(_Array):
 def pinned_empty(shape: ShapeLike, dtype: npt.DTypeLike = float, device: DeviceLike | None = None) -> PinnedArray:
     """A new array of `shape` and `dtype`, as `numpy.empty` takes them, in pinned host memory (`cuMemHostAlloc`).
 
-    `np.asarray(a)` is a view of it. Its contents are not initialized. Raises `OutOfMemoryError` when there is no memory,
+    `np.asarray(a)` is a view of it. Its contents are not initialized. Raises `OutOfMemoryError` when there is no
+    memory,
     `InvalidValueError` for a negative size or a dtype of Python objects.
     """
     return PinnedArray(shape, dtype, device)

@@ -6,6 +6,8 @@ came back. The stream waits for the callback, so the next chunk's copies may reu
 the way back; the host waits only for an event behind the copy from the buffer that it is about to overwrite.
 """
 
+from __future__ import annotations
+
 import os
 import shutil
 import stat
@@ -32,6 +34,8 @@ _PROBES = 1000
 
 Bytes = npt.NDArray[np.uint8]
 Matrix = tuple[int, ...]
+# The size of a chunk in bytes, and the completion of its checksum.
+Sent = tuple[int, "rs.Completion[int]"]
 
 
 def _times(matrix: Matrix, vector: int) -> int:
@@ -156,7 +160,7 @@ class _Pipeline:
         source = self.sources[self.turn]
         return source[: file.readinto(source.data)]
 
-    def send(self, source: Bytes, tally: _Tally) -> rs.Completion:
+    def send(self, source: Bytes, tally: _Tally) -> rs.Completion[int]:
         """Queue the way to the device and back, and the checksum."""
         on_device, back = self.on_device, self.back
         if source.size < back.size:
@@ -170,10 +174,8 @@ class _Pipeline:
         return completion
 
 
-def _send_chunks(
-    file: BufferedReader, device: rs.Device, streams: int, chunk: int, tally: _Tally
-) -> Iterator[tuple[int, rs.Completion]]:
-    """Yield each chunk's size and the completion of its checksum, in the file's order."""
+def _send_chunks(file: BufferedReader, device: rs.Device, streams: int, chunk: int, tally: _Tally) -> Iterator[Sent]:
+    """Send the file's chunks round, in the file's order and one stream after the other."""
     pipelines = [_Pipeline(device, chunk) for _ in range(streams)]
     while True:
         for pipeline in pipelines:
@@ -192,7 +194,7 @@ class _Result:
     chunks: int = 0
     errors: list[BaseException] = field(default_factory=list)
 
-    def add(self, length: int, completion: rs.Completion) -> None:
+    def add(self, length: int, completion: rs.Completion[int]) -> None:
         error = completion.exception()
         if error is None:
             self.crc = crc32_combine(self.crc, completion.result(), length)
@@ -207,7 +209,7 @@ def _stream_file(
 ) -> _Result:
     bar = _Bar(size)
     result = _Result()
-    waiting: deque[tuple[int, rs.Completion]] = deque()
+    waiting: deque[Sent] = deque()
 
     def settle() -> None:
         result.add(*waiting.popleft())
@@ -260,10 +262,11 @@ def run(path: str | None, *, device: str | None, streams: int, chunk: int) -> in
 
     path = path or default_file()
     try:
+        about = os.stat(path)
+        # Opening a pipe would wait for its other end, and what it gave could not be read a second time.
+        if not (stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)):
+            return fail(f"cannot read {path}: it is not a regular file", 2)
         with open(path, "rb") as file:
-            about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode):
-                return fail(f"cannot read {path}: it is not a regular file", 2)
             try:
                 chosen, reason = choose_device(device)
             except rs.CudaError as error:

@@ -11,7 +11,8 @@ from rstream import _core
 class CudaError(RuntimeError):
     """An error of the driver, or of rstream in the driver's terms.
 
-    `code` is the number (`CUresult`), `name` its name in `cuda.h`, `description` the driver's text for it. The message says
+    `code` is the number (`CUresult`), `name` its name in `cuda.h`, `description` the driver's text for it. The message
+    says
     what was refused, and why.
     """
 

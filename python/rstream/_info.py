@@ -2,7 +2,6 @@
 
 import platform
 import sys
-from importlib import metadata
 
 import rstream as rs
 
@@ -27,8 +26,8 @@ def device_text(device: rs.Device) -> str:
     return f"soft:{device.ordinal}" if device.is_software else str(device.ordinal)
 
 
-def _version(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def _describe(device: rs.Device) -> list[tuple[str, str]]:
@@ -40,8 +39,8 @@ def _describe(device: rs.Device) -> list[tuple[str, str]]:
         signal = stream.signal
     lines = [
         ("kind", "software, on CPU threads" if device.is_software else "GPU"),
-        ("driver", f"CUDA {_version(device.driver_version)}"),
-        ("compute capability", ".".join(map(str, device.compute_capability))),
+        ("driver", f"CUDA {_dotted(device.driver_version)}"),
+        ("compute capability", _dotted(device.compute_capability)),
         ("memory", f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"),
         ("stream priorities", f"{least} (least) to {greatest} (greatest)"),
         ("callbacks by", f"{signal} signal"),
@@ -53,7 +52,7 @@ def _describe(device: rs.Device) -> list[tuple[str, str]]:
 
 def run() -> int:
     """Print the devices and return the exit status."""
-    print(f"rstream {metadata.version('rstream')}, {platform.python_implementation()} {platform.python_version()}")
+    print(f"rstream {rs.__version__}, {platform.python_implementation()} {platform.python_version()}")
     try:
         devices = rs.devices()
         if all(device.is_software for device in devices):

@@ -39,7 +39,8 @@ def _handle(obj: Any) -> int:
         return operator.index(obj)
     except TypeError:
         raise TypeError(
-            f"{type(obj).__name__} is no stream: expected __cuda_stream__, a stream of torch, CuPy or Numba, or a handle"
+            f"{type(obj).__name__} is no stream: expected __cuda_stream__, "
+            "a stream of torch, CuPy or Numba, or a handle"
         ) from None
 
 

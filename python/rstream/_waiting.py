@@ -144,9 +144,7 @@ def concurrent_future(completion: _core.Completion[Any]) -> concurrent.futures.F
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def tell(completion: _core.Completion[Any]) -> None:
-        if completion.cancelled():
-            _settle(future, completion)
-        elif future.set_running_or_notify_cancel():
+        if completion.cancelled() or future.set_running_or_notify_cancel():
             _settle(future, completion)
 
     completion.add_done_callback(tell)

@@ -38,7 +38,8 @@ def hold(stream: _core.Stream) -> _core.Hold:
 def inject(function: str, code: int, nth: int = 1) -> _core.Injection:
     """Make the `nth` call from now of a driver function on the software devices answer `code` and do nothing else.
 
-    `function` is the driver's symbol, such as `"cuStreamAddCallback"`. Use it as a context manager: leaving it takes the
+    `function` is the driver's symbol, such as `"cuStreamAddCallback"`. Use it as a context manager: leaving it takes
+    the
     injection back. Raises `InvalidValueError` for a function that there is not, and for numbers below 1.
     """
     return _core.inject(function, code, nth)

@@ -57,16 +57,15 @@ impl Region {
                 keep,
             });
         }
-        if let Some(memory) = object.getattr_opt("_memory")? {
-            if let Ok(memory) = memory.cast::<MemoryPy>() {
-                let buffer = &memory.get().0;
-                let (of_stream, of_buffer) = (stream.get().0.device(), buffer.device());
-                if of_buffer.kind() != of_stream.kind() || buffer.kind() == BufferKind::Device && of_buffer != of_stream
-                {
-                    return refuse(format!("{role}: memory of device {of_buffer} on a stream of device {of_stream}"));
-                }
-                return Ok(Region { address: buffer.ptr(), bytes: buffer.len(), writable: true, keep });
+        let memory = object.getattr_opt("_memory")?;
+        if let Some(memory) = memory.as_ref().and_then(|memory| memory.cast::<MemoryPy>().ok()) {
+            let buffer = &memory.get().0;
+            let (of_stream, of_buffer) = (stream.get().0.device(), buffer.device());
+            let foreign = of_buffer.kind() != of_stream.kind();
+            if foreign || buffer.kind() == BufferKind::Device && of_buffer != of_stream {
+                return refuse(format!("{role}: memory of device {of_buffer} on a stream of device {of_stream}"));
             }
+            return Ok(Region { address: buffer.ptr(), bytes: buffer.len(), writable: true, keep });
         }
         static DESCRIBE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         let describe = DESCRIBE.import(py, "rstream._interop", "describe")?;

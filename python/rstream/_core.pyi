@@ -1,0 +1,475 @@
+"""The extension module: the classes over the Rust core. Import them from `rstream`."""
+
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, Protocol, TypeVar, final
+
+from rstream._status import Status
+
+_T = TypeVar("_T")
+_T_co = TypeVar("_T_co", covariant=True)
+_P = ParamSpec("_P")
+
+class _CudaStream(Protocol):
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+__all__ = [
+    "Completion",
+    "Device",
+    "Event",
+    "Hold",
+    "Injection",
+    "Memory",
+    "Stream",
+    "__version__",
+    "_after_fork",
+    "_at_exit",
+    "default_device",
+    "devices",
+    "fault",
+    "hold",
+    "inject",
+    "pointer_info",
+    "spin",
+    "stats",
+    "status_text",
+]
+
+__version__: Final[str]
+
+@final
+class Device:
+    """A GPU (`Device(0)`) or a software device (`Device("soft")`, `Device("soft:1")`).
+
+    The first use retains the device's primary context (`cuDevicePrimaryCtxRetain`), the one that torch and CuPy use,
+    and
+    keeps it for the life of the process. Devices are equal when they are the same device, and can be hashed and
+    pickled.
+
+    Raises `DriverNotFoundError` without a driver, `InvalidValueError` for a device that there is not, `TypeError` for
+    what
+    names no device.
+    """
+
+    def __new__(cls, spec: Device | int | str) -> Device: ...
+    @property
+    def name(self) -> str:
+        """The name (`cuDeviceGetName`)."""
+
+    @property
+    def ordinal(self) -> int:
+        """The number among the devices of its driver."""
+
+    @property
+    def is_software(self) -> bool:
+        """Whether it is a software device."""
+
+    @property
+    def driver_version(self) -> tuple[int, int]:
+        """The newest CUDA version that the driver supports, `(13, 0)` (`cuDriverGetVersion`)."""
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Major and minor compute capability, `(9, 0)`."""
+
+    @property
+    def priority_range(self) -> tuple[int, int]:
+        """Least and greatest priority of a stream; lower numbers go first (`cuCtxGetStreamPriorityRange`)."""
+
+    @property
+    def context_handle(self) -> int:
+        """The handle of the primary context (`CUcontext`)."""
+
+    @property
+    def attributes(self) -> Mapping[str, int]:
+        """The attributes that matter to streams, by name (`cuDeviceGetAttribute`)."""
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total memory in bytes (`cuMemGetInfo`)."""
+
+    def synchronize(self) -> None:
+        """Wait for all work of the context (`cuCtxSynchronize`).
+
+        Releases the GIL, but blocks in the driver: Ctrl-C takes effect afterwards. Raises `DeviceFaultError` after a
+        fault.
+        """
+
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
+def devices() -> list[Device]:
+    """Every device: the GPUs, if there is a driver, then the software devices."""
+
+def default_device() -> Device:
+    """The device of the environment variable `RSTREAM_DEVICE`, else GPU 0.
+
+    The software device is never chosen unasked: without a driver, `DriverNotFoundError` names it as a way out.
+    """
+
+@final
+class Stream:
+    """A queue of work for a device (`cuStreamCreateWithPriority`).
+
+    `device` is a `Device` or what `Device()` takes; by default `default_device()`. A stream is non-blocking unless
+    asked
+    otherwise: it does not synchronize with the legacy default stream. `priority` is clamped to
+    `device.priority_range`. `signal` says how the host is told that a point was reached: `"driver"` is the driver's own
+    callbacks, `"auto"` the best that there is.
+
+    What a stream knows about itself is read once, so its properties, `repr`, `==` and `hash` never call the driver.
+    Every
+    method that calls the driver releases the GIL, and raises `NotPermittedError` inside a callback or host function,
+    `ClosedError` on a closed stream and `CaptureUnsupportedError` while the stream captures.
+    """
+
+    def __new__(
+        cls,
+        device: Device | int | str | None = None,
+        *,
+        non_blocking: bool = True,
+        priority: int = 0,
+        signal: Literal["auto", "memory", "driver"] = "auto",
+    ) -> Stream: ...
+    @staticmethod
+    def legacy_default(device: Device | int | str | None = None) -> Stream:
+        """The legacy default stream (`CU_STREAM_LEGACY`), which blocking streams and it wait for each other."""
+
+    @staticmethod
+    def per_thread_default(device: Device | int | str | None = None) -> Stream:
+        """The default stream of this thread (`CU_STREAM_PER_THREAD`).
+
+        Use on another thread raises `InvalidValueError`.
+        """
+
+    @staticmethod
+    def from_external(obj: _CudaStream | Any, device: Device | int | str | None = None) -> Stream:
+        """A stream of another library, which is kept alive and never destroyed by rstream.
+
+        `obj` has `__cuda_stream__`, or is a stream of torch, CuPy or Numba, or a handle as an integer, which then has
+        to
+        stay valid. Raises `TypeError` for what is no stream, `InvalidValueError` for a stream of another context than
+        the
+        device's primary one.
+        """
+
+    @staticmethod
+    def _adopt(handle: int, device: Device, keep: object) -> Stream: ...
+    @property
+    def handle(self) -> int:
+        """The handle (`CUstream`). Raises `ClosedError` on a closed stream."""
+
+    @property
+    def id(self) -> int:
+        """A number that no other stream of the process ever has (`cuStreamGetId`)."""
+
+    @property
+    def device(self) -> Device:
+        """The device."""
+
+    @property
+    def priority(self) -> int:
+        """The priority, as the driver clamped it (`cuStreamGetPriority`)."""
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether it does not synchronize with the legacy default stream (`cuStreamGetFlags`)."""
+
+    @property
+    def context_handle(self) -> int:
+        """The handle of its context (`cuStreamGetCtx_v2`)."""
+
+    @property
+    def green_context(self) -> int | None:
+        """The handle of its green context, if it is of one (`cuStreamGetCtx_v2`)."""
+
+    @property
+    def signal(self) -> Literal["auto", "driver"]:
+        """How the host is told that a point was reached; never `"auto"`."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+
+    @property
+    def pending(self) -> int:
+        """How many pieces of host code were queued through this object and are not resolved yet."""
+
+    def query(self) -> bool:
+        """Whether all queued work is done (`cuStreamQuery`). Raises `DeviceFaultError` after a fault."""
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait until all work queued so far is done.
+
+        `timeout` is in seconds; when it runs out, `WaitTimeoutError` (a `TimeoutError`) is raised, and the stream can
+        be
+        waited for again. Ctrl-C ends the wait. Raises `InvalidValueError` for a negative time-out, `DeviceFaultError`
+        after a fault.
+        """
+
+    def wait(self, event_or_stream: Event | Stream | _CudaStream | Any) -> None:
+        """Make later work wait for an event, or for all that is queued on another stream so far (`cuStreamWaitEvent`)."""
+
+    def record(self, event: Event | None = None) -> Event:
+        """Record `event`, or a new one, behind all that is queued so far (`cuEventRecord`), and return it.
+
+        Raises `InvalidValueError` for an event of another device.
+        """
+
+    def add_callback(
+        self, fn: Callable[Concatenate[Status, _P], _T], /, *args: _P.args, **kwargs: _P.kwargs
+    ) -> Completion[_T]:
+        """Queue a callback: `fn(status, *args, **kwargs)` runs once when all work before is done.
+
+        Later work waits until it returns. After a device fault it runs too, with the fault's status. It must not call
+        the
+        API (`cuStreamAddCallback`). When the enqueue fails, its references are dropped before the exception is raised.
+        """
+
+    def launch_host_func(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Completion[_T]:
+        """Queue a host function: `fn(*args, **kwargs)` runs once when all work before is done.
+
+        Later work waits until it returns. It must not call the API. After a device fault it does not run, and its
+        completion raises the error (`cuStreamAddCallback`, since `cuLaunchHostFunc` would not tell).
+        """
+
+    def then(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Completion[_T]:
+        """Queue a continuation: `fn(*args, **kwargs)` runs once on a worker thread when all work before is done.
+
+        The stream does not wait for it, and it may call the API. The continuations of a stream run in order. After a
+        device fault it does not run, and its completion raises the error.
+        """
+
+    def completion(self) -> Completion[None]:
+        """A completion that resolves when all work queued so far is done."""
+
+    def copy(self, dst: Any, src: Any) -> None:
+        """Queue a copy of all bytes of `src` to `dst` (`cuMemcpyAsync`); both are kept alive until it is done.
+
+        Each is a C-contiguous NumPy array, an array of rstream, or an object with `__cuda_array_interface__`; they have
+        the same number of bytes, whatever their shapes and dtypes. A copy from ordinary (pageable) NumPy memory reads
+        it
+        before the call returns or soon after; one into it returns when the copy is done. Raises `InvalidValueError` for
+        sizes that differ, a read-only `dst`, memory that is not contiguous or of another device; `TypeError` for
+        another object.
+        """
+
+    def fill(self, dst: Any, value: Any) -> None:
+        """Queue that every element of `dst` is set to `value`, cast to its dtype (`cuMemsetD8Async` and its kin).
+
+        The element's bytes have to be one value of 1, 2 or 4 bytes, or repeat it. Raises `InvalidValueError` otherwise.
+        """
+
+    def close(self) -> None:
+        """Give the stream up (`cuStreamDestroy`, on a background thread). Returns at once; queued work still runs."""
+
+    def __enter__(self) -> Stream: ...
+    def __exit__(
+        self,
+        *_exception: type[BaseException] | BaseException | TracebackType | None,
+    ) -> None: ...
+    def __await__(self) -> Generator[Any]: ...
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """The protocol by which other libraries take the stream: `(0, handle)`."""
+
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> Any: ...
+
+@final
+class Event:
+    """A mark that is recorded in a stream and reached when the work before it is done (`cuEventCreate`).
+
+    `timing`: take timestamps for `elapsed_since`. `blocking_sync`: other libraries' waits for it sleep instead of
+    spinning.
+    `interprocess`: it can be shared; needs `timing=False`, else `InvalidValueError`.
+    """
+
+    def __new__(
+        cls,
+        device: Device | int | str | None = None,
+        *,
+        timing: bool = False,
+        blocking_sync: bool = False,
+        interprocess: bool = False,
+    ) -> Event: ...
+    @property
+    def device(self) -> Device:
+        """The device."""
+
+    @property
+    def timing(self) -> bool:
+        """Whether it takes timestamps."""
+
+    @property
+    def blocking_sync(self) -> bool:
+        """Whether waits for it in the driver sleep."""
+
+    @property
+    def interprocess(self) -> bool:
+        """Whether it can be shared with other processes."""
+
+    @property
+    def handle(self) -> int:
+        """The handle (`CUevent`). Raises `ClosedError` on a closed event."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+
+    def record(self, stream: Stream) -> None:
+        """Record it behind all that is queued on `stream` so far (`cuEventRecord`)."""
+
+    def query(self) -> bool:
+        """Whether it was reached, or was never recorded (`cuEventQuery`). Raises `DeviceFaultError` after a fault."""
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait until it was reached, at most `timeout` seconds. As `Stream.synchronize`."""
+
+    def elapsed_since(self, earlier: Event) -> float:
+        """Milliseconds from `earlier` to this event (`cuEventElapsedTime`); negative if this one was reached first.
+
+        Raises `InvalidValueError` for events without timing, `InvalidHandleError` for one that was not recorded,
+        `CudaError` (600) for one that was not reached.
+        """
+
+    def completion(self) -> Completion[None]:
+        """A completion that resolves when the record of this moment is reached."""
+
+    def close(self) -> None:
+        """Give the event up. Returns at once; waits that are queued for it are not affected."""
+
+    def __enter__(self) -> Event: ...
+    def __exit__(
+        self,
+        *_exception: type[BaseException] | BaseException | TracebackType | None,
+    ) -> None: ...
+    def __await__(self) -> Generator[Any]: ...
+    def __reduce__(self) -> Any: ...
+
+@final
+class Completion(Generic[_T_co]):
+    """The result of host code, or of reaching a point of a stream. It resolves exactly once.
+
+    `await` it, wait for it with `result`, or ask for a call with `add_done_callback`. A failure that nobody retrieves
+    is reported through `sys.unraisablehook`. Dropping a completion cancels nothing.
+    """
+
+    def done(self) -> bool:
+        """Whether it is resolved. Never blocks, and may be called inside a callback."""
+
+    def result(self, timeout: float | None = None) -> _T_co:
+        """Wait at most `timeout` seconds and return what the host code returned, or raise what it raised.
+
+        Raises `DeviceFaultError` for host code that did not run because of a fault, `CancelledError` after a
+        cancellation, `ShutdownError` if the interpreter was going, `WaitTimeoutError` when the time runs out, and
+        `NotPermittedError` inside a callback when the wait would block. Ctrl-C ends the wait.
+        """
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As `result`, but returns the exception, or `None`."""
+
+    @property
+    def status(self) -> Status | None:
+        """The status that the driver gave at this point of the stream; `None` until then."""
+
+    def cancel(self) -> bool:
+        """Ask that the host code be not run. True when it had not started: `result` then raises `CancelledError`."""
+
+    def cancelled(self) -> bool:
+        """Whether it was cancelled."""
+
+    def add_done_callback(self, function: Callable[[Completion[Any]], object]) -> None:
+        """Call `function(completion)` once when this is resolved, on a worker thread; at once if it is already.
+
+        The call may use the API. What it raises goes to `sys.unraisablehook`.
+        """
+
+    def future(self) -> Future[_T_co]:
+        """A `concurrent.futures.Future` that gets the same result."""
+
+    def __await__(self) -> Generator[Any, None, _T_co]: ...
+    def __reduce__(self) -> Any: ...
+
+@final
+class Memory:
+    """Bytes in pinned, managed or device memory; the arrays of the package are made of it."""
+
+    def __new__(
+        cls,
+        kind: Literal["pinned", "managed", "device"],
+        nbytes: int,
+        device: Device | int | str | None = None,
+        attach: str = "global",
+    ) -> Memory: ...
+    @property
+    def kind(self) -> Literal["pinned", "managed", "device"]:
+        """Where the bytes are."""
+
+    @property
+    def ptr(self) -> int:
+        """The address; 0 for no bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes."""
+
+    @property
+    def device(self) -> Device:
+        """The device that they were allocated for."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __reduce__(self) -> Any: ...
+
+@final
+class Hold:
+    """A stream that waits until this is released."""
+
+    def release(self) -> None:
+        """Let the stream go on. May be called anywhere."""
+
+    def __enter__(self) -> Hold: ...
+    def __exit__(
+        self,
+        *_exception: type[BaseException] | BaseException | TracebackType | None,
+    ) -> None: ...
+
+@final
+class Injection:
+    """A failure of the software driver that is to come."""
+
+    def close(self) -> None:
+        """Take it back."""
+
+    def __enter__(self) -> Injection: ...
+    def __exit__(
+        self,
+        *_exception: type[BaseException] | BaseException | TracebackType | None,
+    ) -> None: ...
+
+def stats() -> dict[str, int]:
+    """Counters of the process: host code that was `accepted`, has `run`, has `failed` or was `cancelled`."""
+
+def status_text(code: int) -> tuple[str, str, bool]:
+    """Name, description and stickiness of a code."""
+
+def pointer_info(device: Device, address: int) -> tuple[Literal["pinned", "managed", "device"], int] | None:
+    """Kind and device number of an address (`cuPointerGetAttribute`); `None` for plain host memory."""
+
+def spin(stream: Stream, microseconds: float) -> None:
+    """`rstream.testing.spin`."""
+
+def fault(stream: Stream, code: int = 700) -> None:
+    """`rstream.testing.fault`."""
+
+def hold(stream: Stream) -> Hold:
+    """`rstream.testing.hold`."""
+
+def inject(function: str, code: int, nth: int = 1) -> Injection:
+    """`rstream.testing.inject`."""
+
+def _at_exit(seconds: float) -> int: ...
+def _after_fork() -> None: ...
