@@ -112,7 +112,7 @@ impl Event {
     /// [`Error::InvalidValue`] for `interprocess` with `timing`, which the driver does not have.
     pub fn new(api: &Api<'_>, device: Device, options: EventOptions) -> Result<Event> {
         if options.interprocess && options.timing {
-            return Err(Error::invalid("an interprocess event has no timing: interprocess=true needs timing=false"));
+            return Err(Error::invalid("an interprocess event has no timing: leave timing out"));
         }
         let flag = |on: bool, flag: c_uint| if on { flag } else { 0 };
         let flags = flag(!options.timing, RawEvent::DISABLE_TIMING)
@@ -200,7 +200,7 @@ impl Event {
             )));
         }
         if !self.inner.options.timing || !earlier.inner.options.timing {
-            return Err(Error::invalid("both events have to be made with timing=true"));
+            return Err(Error::invalid("elapsed time: both events have to be made with timing"));
         }
         let (start, end) = (earlier.raw()?, self.raw()?);
         let _bound = self.inner.device.bind(api)?;

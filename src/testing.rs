@@ -12,61 +12,68 @@ use crate::api::Api;
 use crate::device::Device;
 use crate::error::{Error, Result, Status};
 use crate::memory::Buffer;
-use crate::stream::Stream;
+use crate::stream::{Stream, StreamOptions};
 
-/// Two kernels in PTX, which every GPU since 7.0 takes: no compiler is needed. softcuda has kernels of the same names.
-const KERNELS: &CStr = c"\
+/// A kernel in PTX, which every GPU since 7.0 takes, so that no compiler is needed: it lasts for some time, then fails if
+/// it is asked to. softcuda has a kernel of the same name.
+const KERNEL: &CStr = c"\
 .version 7.0
 .target sm_70
 .address_size 64
-.visible .entry rstream_spin(.param .u64 nanoseconds)
+.visible .entry rstream_work(.param .u64 nanoseconds, .param .u32 code)
 {
-    .reg .u64 start, now, passed, limit;
-    .reg .pred more;
+    .reg .u64 start, now, passed, limit, address;
+    .reg .u32 value;
+    .reg .pred more, good;
     ld.param.u64 limit, [nanoseconds];
+    ld.param.u32 value, [code];
     mov.u64 start, %globaltimer;
 again:
     mov.u64 now, %globaltimer;
     sub.u64 passed, now, start;
     setp.lt.u64 more, passed, limit;
     @more bra again;
-    ret;
-}
-.visible .entry rstream_fault(.param .u32 code)
-{
-    .reg .u64 address;
-    .reg .u32 value;
-    ld.param.u32 value, [code];
+    setp.eq.u32 good, value, 0;
+    @good bra done;
     mov.u64 address, 16;
     st.global.u32 [address], value;
+done:
     ret;
 }
 ";
 
-fn launch(api: &Api<'_>, stream: &Stream, kernel: &CStr, argument: *mut c_void) -> Result<()> {
-    static MODULES: Mutex<Vec<(Device, usize)>> = Mutex::new(Vec::new());
-    let device = stream.device();
-    let driver = device.driver();
-    let ready = stream.ready(api)?;
-    let mut modules = MODULES.lock().unwrap_or_else(PoisonError::into_inner);
-    let module = match modules.iter().find(|(of, _)| *of == device) {
-        Some(&(_, module)) => module as CUmodule,
-        None => {
-            let mut module: CUmodule = ptr::null_mut();
-            // SAFETY: writes one handle; the image is PTX that ends in NUL.
-            unsafe { driver.cuModuleLoadData(&raw mut module, KERNELS.as_ptr().cast()) }?;
-            modules.push((device, module as usize));
-            module
-        }
-    };
-    drop(modules);
-    let mut function: CUfunction = ptr::null_mut();
-    let mut arguments = [argument];
-    // SAFETY: the module is alive for good; the kernel takes one argument of the type that the caller points to.
-    unsafe {
-        driver.cuModuleGetFunction(&raw mut function, module, kernel.as_ptr())?;
-        driver.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, ready.handle(), arguments.as_mut_ptr(), ptr::null_mut())
+/// The kernel on the device of `stream`, loaded and run once by the first call. Loading waits for all work of the device,
+/// so it has to come before anything that holds a stream.
+fn kernel(api: &Api<'_>, device: Device) -> Result<CUfunction> {
+    static LOADED: Mutex<Vec<(Device, usize)>> = Mutex::new(Vec::new());
+    let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(&(_, function)) = loaded.iter().find(|(of, _)| *of == device) {
+        return Ok(function as CUfunction);
     }
+    let mut module: CUmodule = ptr::null_mut();
+    let mut function: CUfunction = ptr::null_mut();
+    {
+        let _bound = device.bind(api)?;
+        // SAFETY: each call writes one handle; image and name end in NUL. The module is never unloaded.
+        unsafe {
+            device.driver().cuModuleLoadData(&raw mut module, KERNEL.as_ptr().cast())?;
+            device.driver().cuModuleGetFunction(&raw mut function, module, c"rstream_work".as_ptr())?;
+        }
+    }
+    let first = Stream::new(api, device, StreamOptions::default())?;
+    launch(api, &first, function, 0, 0)?;
+    first.synchronize(api, None, &mut || false)?;
+    loaded.push((device, function as usize));
+    Ok(function)
+}
+
+fn launch(api: &Api<'_>, stream: &Stream, function: CUfunction, nanoseconds: u64, code: u32) -> Result<()> {
+    let ready = stream.ready(api)?;
+    let (mut nanoseconds, mut code) = (nanoseconds, code);
+    let mut arguments: [*mut c_void; 2] = [(&raw mut nanoseconds).cast(), (&raw mut code).cast()];
+    let (parameters, none) = (arguments.as_mut_ptr(), ptr::null_mut());
+    // SAFETY: the function is the kernel above, which takes these two arguments; they are read by the call.
+    unsafe { stream.device().driver().cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, ready.handle(), parameters, none) }
 }
 
 /// Queues device work that lasts for `duration`.
@@ -74,9 +81,9 @@ fn launch(api: &Api<'_>, stream: &Stream, kernel: &CStr, argument: *mut c_void) 
 /// # Errors
 /// What the driver answers.
 pub fn spin(api: &Api<'_>, stream: &Stream, duration: Duration) -> Result<()> {
-    let mut nanoseconds = u64::try_from(duration.as_nanos())
+    let nanoseconds = u64::try_from(duration.as_nanos())
         .map_err(|_| Error::invalid(format!("{} s are more than 584 years", duration.as_secs())))?;
-    launch(api, stream, c"rstream_spin", (&raw mut nanoseconds).cast())
+    launch(api, stream, kernel(api, stream.device())?, nanoseconds, 0)
 }
 
 /// Queues work that fails with `code`, which loses the context of the device for the rest of the process.
@@ -92,8 +99,7 @@ pub fn fault(api: &Api<'_>, stream: &Stream, code: u32) -> Result<()> {
     if !stream.device().is_software() && status != Status::ILLEGAL_ADDRESS {
         return Err(Error::invalid(format!("only code 700 can be caused on a GPU, not {code}")));
     }
-    let mut code = code;
-    launch(api, stream, c"rstream_fault", (&raw mut code).cast())
+    launch(api, stream, kernel(api, stream.device())?, 0, code)
 }
 
 /// A stream that waits until this is released or dropped.
@@ -113,6 +119,7 @@ impl std::fmt::Debug for Hold {
 /// What the driver answers: [`Status::NOT_SUPPORTED`] on a device without 64-bit stream memory operations.
 pub fn hold(api: &Api<'_>, stream: &Stream) -> Result<Hold> {
     const AT_LEAST: u32 = 0;
+    kernel(api, stream.device())?;
     let word = Buffer::pinned(api, stream.device(), size_of::<AtomicU64>())?;
     let hold = Hold { word };
     hold.flag().store(0, Ordering::Release);

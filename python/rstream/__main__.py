@@ -21,7 +21,7 @@ def _positive(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status: 0, 1 for a failure, 2 for a wrong argument or file."""
     parser = argparse.ArgumentParser(prog="python -m rstream", description="Host code at points of a CUDA stream.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="list the devices, their driver, and what each supports")
     demo = commands.add_parser(
         "demo",

@@ -210,7 +210,7 @@ class Stream:
         """
 
     def wait(self, event_or_stream: Event | Stream | _CudaStream | Any) -> None:
-        """Make later work wait for an event, or for all that is queued on another stream so far (`cuStreamWaitEvent`)."""
+        """Make later work wait for an event, or for all that is queued on another stream so far."""
 
     def record(self, event: Event | None = None) -> Event:
         """Record `event`, or a new one, behind all that is queued so far (`cuEventRecord`), and return it.

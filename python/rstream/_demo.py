@@ -138,7 +138,7 @@ def _checksum(status: rs.Status, chunk: Bytes, tally: _Tally) -> int:
     tally.ran()
     if not status.ok:
         raise RuntimeError(f"the copies before this callback failed: {status.name}")
-    return zlib.crc32(chunk)
+    return zlib.crc32(chunk.data)
 
 
 class _Pipeline:

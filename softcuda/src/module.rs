@@ -1,6 +1,8 @@
-//! Modules, as far as device work for tests needs them: three kernels that are known by their names.
+//! Modules, as far as device work for tests needs them: one kernel that is known by its name,
+//! `rstream_work(u64 nanoseconds, u32 code)`. It keeps its stream busy for that long, then loses the context with the code
+//! if that is not 0.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -10,21 +12,11 @@ use cudarc::driver::sys::{CUfunction, CUmodule, CUstream};
 use crate::system::{self, INVALID_HANDLE, INVALID_VALUE, NOT_FOUND, Work};
 use crate::{call_outside, device, put, stream};
 
-#[derive(Clone, Copy)]
-enum Kernel {
-    /// `rstream_nop()`
-    Nop,
-    /// `rstream_spin(u64 nanoseconds)`: keeps its stream busy for that long.
-    Spin,
-    /// `rstream_fault(u32 code)`: loses the context with that code.
-    Fault,
-}
-
 #[derive(Default)]
 struct Modules {
     /// The text of each module.
     images: HashMap<usize, String>,
-    functions: HashMap<usize, Kernel>,
+    functions: HashSet<usize>,
 }
 
 static MODULES: LazyLock<Mutex<Modules>> = LazyLock::new(Mutex::default);
@@ -58,19 +50,13 @@ pub unsafe extern "C" fn cuModuleGetFunction(out: *mut CUfunction, module: CUmod
         let name = unsafe { CStr::from_ptr(name) }.to_str().map_err(|_| NOT_FOUND)?;
         let mut modules = modules();
         let image = modules.images.get(&(module as usize)).ok_or(INVALID_HANDLE)?;
-        if !image.contains(&format!(".entry {name}(")) {
+        if name != "rstream_work" || !image.contains(&format!(".entry {name}(")) {
             return Err(NOT_FOUND);
         }
-        let kernel = match name {
-            "rstream_nop" => Kernel::Nop,
-            "rstream_spin" => Kernel::Spin,
-            "rstream_fault" => Kernel::Fault,
-            _ => return Err(NOT_FOUND),
-        };
         let handle = system::fresh_handle();
         // SAFETY: the caller's promise.
         unsafe { put(out, handle as CUfunction) }?;
-        modules.functions.insert(handle, kernel);
+        modules.functions.insert(handle);
         Ok(())
     })
 }
@@ -94,22 +80,17 @@ pub unsafe extern "C" fn cuLaunchKernel(
     _extra: *mut *mut c_void,
 ) -> c_uint {
     call_outside("cuLaunchKernel", || {
-        let kernel = *modules().functions.get(&(function as usize)).ok_or(INVALID_HANDLE)?;
-        if [grid_x, grid_y, grid_z, block_x, block_y, block_z].contains(&0) {
+        if !modules().functions.contains(&(function as usize)) {
+            return Err(INVALID_HANDLE);
+        }
+        if [grid_x, grid_y, grid_z, block_x, block_y, block_z].contains(&0) || params.is_null() {
             return Err(INVALID_VALUE);
         }
-        let argument = || {
-            // SAFETY: NULL, or an array of pointers to the kernel's arguments: the caller's promise.
-            let first = if params.is_null() { std::ptr::null_mut() } else { unsafe { params.read() } };
-            if first.is_null() { Err(INVALID_VALUE) } else { Ok(first) }
+        // SAFETY: pointers to the kernel's two arguments: the caller's promise.
+        let (nanoseconds, code) = unsafe {
+            (params.read().cast::<u64>().read_unaligned(), params.add(1).read().cast::<u32>().read_unaligned())
         };
-        let work = match kernel {
-            Kernel::Nop => Work::Spin(Duration::ZERO),
-            // SAFETY: the argument is the kernel's: the caller's promise.
-            Kernel::Spin => Work::Spin(Duration::from_nanos(unsafe { argument()?.cast::<u64>().read_unaligned() })),
-            // SAFETY: as above.
-            Kernel::Fault => Work::Fault(unsafe { argument()?.cast::<u32>().read_unaligned() }),
-        };
+        let work = if code == 0 { Work::Spin(Duration::from_nanos(nanoseconds)) } else { Work::Fault(code) };
         system::submit(stream::resolve(stream)?, work, Vec::new(), None)
     })
 }

@@ -197,7 +197,11 @@ impl CompletionPy {
         py.detach(|| {
             inner.on_done(move || {
                 executor::submit(strand(), move || {
-                    gate::enter(|py| tell(py, &completion, &function));
+                    gate::enter(move |py| {
+                        tell(py, &completion, &function);
+                        // Let go of while attached: dropped later, they would live until somebody attaches again.
+                        drop((completion, function));
+                    });
                 });
             });
         });

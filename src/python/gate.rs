@@ -133,7 +133,8 @@ pub(super) fn call<'py>(
     }
     type Call =
         unsafe extern "C-unwind" fn(*mut ffi::PyObject, *mut ffi::PyObject, *mut ffi::PyObject) -> *mut ffi::PyObject;
-    let entry = ffi::PyObject_Call as *const c_void;
+    // Hidden from the optimizer: it knows the function as one that does not unwind, and would leave the guard out.
+    let entry = std::hint::black_box(ffi::PyObject_Call as *const c_void);
     // SAFETY: the same function with the same arguments; "C-unwind" only says that it may unwind, which it does in one
     // case: `pthread_exit` inside of it.
     let entry: Call = unsafe { std::mem::transmute::<*const c_void, Call>(entry) };

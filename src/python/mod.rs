@@ -59,7 +59,9 @@ fn interruptibly<T: Send>(
 fn timeout(seconds: Option<f64>) -> Result<Option<Duration>> {
     match seconds {
         Some(seconds) if seconds.is_nan() || seconds < 0.0 => {
-            Err(Error::invalid(format!("timeout={seconds}: expected seconds of at least 0, or None")))
+            // As Python writes it: "nan", "-inf".
+            let shown = format!("{seconds}").to_lowercase();
+            Err(Error::invalid(format!("timeout={shown}: expected seconds of at least 0, or None")))
         }
         // More than a Duration holds is as good as no limit.
         Some(seconds) => Ok(Duration::try_from_secs_f64(seconds).ok()),

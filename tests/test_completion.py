@@ -1,0 +1,242 @@
+"""Completions: waiting, asyncio, futures."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import pickle
+import re
+import threading
+
+import pytest
+
+import rstream as rs
+
+
+@pytest.fixture
+def held(stream):
+    with rs.testing.hold(stream) as hold:
+        yield hold
+
+
+def test_it_is_pending_then_done(stream, held):
+    completion = stream.then(lambda: 5)
+    assert not completion.done()
+    assert completion.status is None
+    assert "pending" in repr(completion)
+    assert stream.pending == 1
+    with pytest.raises(rs.WaitTimeoutError) as caught:
+        completion.result(0)
+    assert isinstance(caught.value, TimeoutError)
+    with pytest.raises(TimeoutError):
+        completion.exception(0.001)
+    held.release()
+    assert completion.result() == 5
+    assert completion.result(0) == 5
+    assert completion.exception() is None
+    assert completion.status == 0
+    assert "done" in repr(completion)
+    assert stream.pending == 0
+
+
+def test_a_stream_can_be_waited_for_without_host_code(stream, held):
+    completion = stream.completion()
+    assert not completion.done()
+    held.release()
+    assert completion.result(30) is None
+
+
+@pytest.mark.parametrize("bad", [-1, -0.001, float("nan"), float("-inf")])
+def test_a_bad_timeout_is_named(stream, bad):
+    completion = stream.completion()
+    for call in (completion.result, completion.exception, stream.synchronize, rs.Event(stream.device).synchronize):
+        with pytest.raises(rs.InvalidValueError, match=re.escape(f"timeout={bad}:")):
+            call(bad)
+    with pytest.raises(ValueError, match="timeout"):
+        rs.wait([completion], bad)
+    assert completion.result(float("inf")) is None
+
+
+def test_done_callbacks_run_once_with_the_completion(stream, held):
+    told = []
+    both = threading.Barrier(2)
+    completion = stream.then(lambda: 1)
+
+    def tell(done):
+        told.append(done)
+        done.result()
+        both.wait(30)
+
+    completion.add_done_callback(tell)
+    held.release()
+    both.wait(30)
+    assert told == [completion]
+    completion.add_done_callback(told.append)
+    assert told == [completion, completion]
+    with pytest.raises(TypeError, match="3 is not callable"):
+        completion.add_done_callback(3)
+
+
+def test_a_done_callback_may_use_the_api_and_its_exception_is_reported(stream, held, lost):
+    completion = stream.add_callback(lambda _status: 1)
+
+    def fail(_completion):
+        stream.synchronize(30)
+        raise LookupError("in a done callback")
+
+    completion.add_done_callback(fail)
+    held.release()
+    assert [type(error) for error in lost.wait(1)] == [LookupError]
+
+
+def test_wait_and_as_completed(stream, device):
+    other = rs.Stream(device)
+    hold = rs.testing.hold(other)
+    quick, slow = stream.then(lambda: "quick"), other.then(lambda: "slow")
+    assert rs.wait([quick, slow], 30, "FIRST_COMPLETED") == ({quick}, {slow})
+    assert rs.wait([quick, slow], 0.001) == ({quick}, {slow})
+    iterator = rs.as_completed([slow, quick], 30)
+    assert next(iterator) is quick
+    with pytest.raises(rs.WaitTimeoutError, match="1 of 1"):
+        list(rs.as_completed([slow], 0.001))
+    hold.release()
+    assert [completion.result() for completion in iterator] == ["slow"]
+    assert rs.wait([quick, slow]).not_done == set()
+    failed = stream.then(int, "x")
+    assert failed in rs.wait([failed, quick], 30, "FIRST_EXCEPTION").done
+    assert rs.wait([]) == (set(), set())
+    with pytest.raises(rs.InvalidValueError, match="SOME"):
+        rs.wait([], return_when="SOME")
+
+
+def test_future(stream, held):
+    future = stream.then(lambda: 9).future()
+    failing = stream.then(int, "x").future()
+    assert isinstance(future, concurrent.futures.Future)
+    held.release()
+    assert future.result(30) == 9
+    assert isinstance(failing.exception(30), ValueError)
+
+
+def test_a_cancelled_completion_cancels_its_futures(stream, held):
+    completion = stream.then(lambda: 9)
+    future = completion.future()
+    assert completion.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(30)
+
+
+def test_it_is_not_pickled(stream):
+    for thing in (stream, stream.completion(), stream.record()):
+        with pytest.raises(TypeError, match="pickled"):
+            pickle.dumps(thing)
+
+
+def test_await(stream, device):
+    async def main():
+        assert await stream.then(lambda: 1) == 1
+        assert await stream.completion() is None
+        assert await stream is None
+        event = stream.record()
+        assert await event is None
+        with pytest.raises(ZeroDivisionError):
+            await stream.then(lambda: 1 // 0)
+        with rs.testing.hold(stream):
+            task = asyncio.ensure_future(wait(stream))
+            done, _ = await asyncio.wait([task], timeout=0.01)
+            assert not done
+        assert await task == "later"
+
+    async def wait(stream):
+        return await stream.then(lambda: "later")
+
+    asyncio.run(main())
+
+
+def test_many_awaits_are_gathered(stream):
+    async def main():
+        return await asyncio.gather(*[wait(number) for number in range(2000)])
+
+    async def wait(number):
+        return await stream.then(lambda: number)
+
+    assert asyncio.run(main()) == list(range(2000))
+
+
+def test_a_cancelled_await_leaves_the_stream_sound(stream, held):
+    async def wait(completion):
+        return await completion
+
+    async def main():
+        completion = stream.then(lambda: "ran")
+        task = asyncio.ensure_future(wait(completion))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        held.release()
+        return await completion
+
+    assert asyncio.run(main()) == "ran"
+
+
+def test_loops_in_several_threads(device):
+    def work(results):
+        async def main():
+            stream = rs.Stream(device)
+
+            async def wait(number):
+                return await stream.then(lambda: number)
+
+            return await asyncio.gather(*[wait(number) for number in range(200)])
+
+        results.append(asyncio.run(main()))
+
+    results: list[list[int]] = []
+    threads = [threading.Thread(target=work, args=(results,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == [list(range(200))] * 4
+
+
+def test_a_completion_that_outlives_its_loop_is_dropped_quietly(stream, lost):
+    async def wait(completion):
+        await completion
+
+    hold = rs.testing.hold(stream)
+    completion = stream.then(lambda: 1)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(wait(completion))
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    task.cancel()
+    loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+    loop.close()
+    hold.release()
+    assert completion.result(30) == 1
+    stream.then(lambda: None).result(30)
+    gc.collect()
+    assert lost.exceptions == []
+
+
+def test_a_heartbeat_keeps_its_beat_during_an_awaited_kernel(stream):
+    async def main():
+        beats = 0
+        rs.testing.spin(stream, 300_000)
+        completion = stream.completion()
+
+        async def beat():
+            nonlocal beats
+            while not completion.done():
+                beats += 1
+                await asyncio.sleep(0.001)
+
+        task = asyncio.ensure_future(beat())
+        await completion
+        await task
+        return beats
+
+    assert asyncio.run(main()) > 20

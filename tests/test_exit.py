@@ -1,0 +1,151 @@
+"""The end of the process, and fork: programs that end in the middle of things end well."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+
+@pytest.mark.parametrize("kind", ["add_callback", "launch_host_func", "then"])
+def test_host_code_that_is_due_runs_before_the_end(program, kind):
+    """1,000 pending at the end of main: all run, within the exit's time."""
+    out = program(
+        f"""
+        stream = rs.Stream()
+        def tick(*_):
+            global count
+            count += 1
+            if count == 1000:
+                print("all ran")
+        count = 0
+        for _ in range(1000):
+            stream.{kind}(tick)
+        """
+    )
+    assert out == "all ran\n"
+
+
+@pytest.mark.parametrize("kind", ["add_callback", "launch_host_func", "then"])
+def test_host_code_that_is_not_due_is_given_up(program, kind):
+    """1,000 pending on a stream that never goes on: status 0 within 5 seconds, and nothing runs."""
+    started = time.monotonic()
+    out = program(
+        f"""
+        import builtins
+        stream = rs.Stream()
+        builtins.hold = rs.testing.hold(stream)
+        completions = [stream.{kind}(print, "ran") for _ in range(1000)]
+        """
+    )
+    assert out == ""
+    assert time.monotonic() - started < 5
+
+
+def test_the_exit_waits_as_long_as_it_is_told(program):
+    out = program(
+        """
+        import time
+        stream = rs.Stream()
+        stream.add_callback(lambda status: (time.sleep(2), print("finished")))
+        """,
+        RSTREAM_EXIT_TIMEOUT="30",
+    )
+    assert out == "finished\n"
+
+
+PROGRAMS = {
+    "sleeping callback": "rs.Stream().add_callback(lambda status: time.sleep(60))",
+    "sleeping host function": "rs.Stream().launch_host_func(time.sleep, 60)",
+    "sleeping continuation": "rs.Stream().then(time.sleep, 60)",
+    "busy callback": "rs.Stream().add_callback(lambda status: [None for _ in iter(int, 1)])",
+    "busy continuation": "rs.Stream().then(lambda: [None for _ in iter(int, 1)])",
+    "blocked on a lock": "rs.Stream().then(threading.Lock().acquire) and rs.Stream().then(threading.Event().wait)",
+    "waiting thread": (
+        "s = rs.Stream(); keep = rs.testing.hold(s); "
+        "threading.Thread(target=s.synchronize, daemon=True).start(); "
+        "threading.Thread(target=s.completion().result, daemon=True).start()"
+    ),
+    "live objects": (
+        "s = rs.Stream(); e = s.record(); a = rs.device_empty(9); "
+        "p = np.asarray(rs.pinned_empty(9)); c = s.completion()"
+    ),
+    "cycle": "c = rs.Stream().completion(); l = [c]; l.append(l); c.add_done_callback(l.append)",
+    "unretrieved": "c = rs.Stream().then(lambda: 1); del c",
+    "enqueues for ever": "s = rs.Stream()\ndef again(): s.then(again)\nagain()",
+    "system exit in main": "rs.Stream().then(time.sleep, 60); import sys; sys.exit(0)",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_ends_well(program, name):
+    started = time.monotonic()
+    program(f"import threading, time\nimport numpy as np\n{PROGRAMS[name]}\n", timeout=30, RSTREAM_EXIT_TIMEOUT="0.2")
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(300)
+def test_programs_end_well_again_and_again(program):
+    """Races at the end of the interpreter show in repetition only."""
+    for number in range(40):
+        program(
+            f"""
+            import threading, time
+            streams = [rs.Stream() for _ in range(4)]
+            for _ in range(200):
+                for stream in streams:
+                    stream.then(time.sleep, 0.0001)
+                    stream.add_callback(lambda status: None)
+            threading.Timer({number % 5} / 1000, streams[0].synchronize).start()
+            """,
+            RSTREAM_EXIT_TIMEOUT=str(number % 3 / 100),
+        )
+
+
+def test_a_forked_child_gets_a_clear_error_and_the_parent_goes_on(program):
+    out = program(
+        """
+        import os, warnings
+        warnings.simplefilter("ignore")
+        stream = rs.Stream()
+        hold = rs.testing.hold(stream)
+        completion = stream.then(lambda: "parent goes on")
+        child = os.fork()
+        if child == 0:
+            try:
+                stream.query()
+            except RuntimeError as error:
+                print("forked" in str(error), flush=True)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        hold.release()
+        print(completion.result(30))
+        """
+    )
+    assert out == "True\nparent goes on\n"
+
+
+def test_a_forked_child_may_end_as_it_likes(program):
+    program(
+        """
+        import os, sys, warnings
+        warnings.simplefilter("ignore")
+        stream = rs.Stream()
+        stream.then(lambda: None).result(30)
+        child = os.fork()
+        if child == 0:
+            del stream
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        """
+    )
+
+
+def test_the_package_imports_without_touching_a_device(program):
+    program(
+        """
+        import threading
+        assert threading.active_count() == 1
+        """
+    )
