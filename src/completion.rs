@@ -158,6 +158,16 @@ impl<T> Completion<T> {
         }
     }
 
+    /// As [`Completion::peek`], but `None` also when another thread uses the completion at this moment: for callers that
+    /// must not block.
+    #[cfg(feature = "python")]
+    pub(crate) fn try_peek<R>(&self, f: impl FnOnce(&Result<T>) -> R) -> Option<R> {
+        match &self.shared.state.try_lock().ok()?.phase {
+            Phase::Done(result) => Some(f(result)),
+            _ => None,
+        }
+    }
+
     /// Waits for the result and moves it out.
     ///
     /// # Errors
@@ -168,7 +178,8 @@ impl<T> Completion<T> {
         self.take().expect("resolved, and only this call moves the result out")
     }
 
-    fn take(&self) -> Option<Result<T>> {
+    /// Moves the result out, if there is one.
+    pub(crate) fn take(&self) -> Option<Result<T>> {
         let mut state = self.shared.lock();
         match std::mem::replace(&mut state.phase, Phase::Taken) {
             Phase::Done(result) => Some(result),

@@ -1,15 +1,16 @@
 //! Buffers: pinned, managed and device memory that outlives the queued work that uses it.
 
 use std::any::Any;
+use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::CUpointer_attribute as PointerAttribute;
 
 use crate::api::Api;
 use crate::device::Device;
 use crate::error::{Error, Result, Status};
-use crate::reaper::{self, Relaxed};
+use crate::reaper::Relaxed;
 use crate::stream::Stream;
 
 /// Where the memory of a [`Buffer`] is.
@@ -34,17 +35,117 @@ pub enum ManagedAttach {
     Host,
 }
 
-struct Inner {
+/// What a block of memory was allocated as. Blocks of one class serve each other's buffers.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Class {
     device: Device,
     kind: BufferKind,
+    /// Of managed memory.
+    attach: ManagedAttach,
+    /// The size of the block.
+    bytes: usize,
+}
+
+impl Class {
+    const SMALLEST: usize = 512;
+
+    /// Sizes are rounded up by less than an eighth, so that blocks fit one another's buffers.
+    fn new(device: Device, kind: BufferKind, attach: ManagedAttach, len: usize) -> Class {
+        let step = (len.checked_next_power_of_two().unwrap_or(1 << 63) / 8).max(Class::SMALLEST);
+        Class { device, kind, attach, bytes: len.div_ceil(step).saturating_mul(step) }
+    }
+
+    /// Asks the driver for a block.
+    fn allocate(self, api: &Api<'_>) -> Result<u64> {
+        /// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`: usable by every context.
+        const PORTABLE_AND_MAPPED: c_uint = 3;
+        let _bound = self.device.bind(api)?;
+        let driver = self.device.driver();
+        // An allocation is no part of anybody's capture, so it must not break one.
+        let _relaxed = Relaxed::enter(driver);
+        let (mut address, mut host) = (0_u64, std::ptr::null_mut::<c_void>());
+        // SAFETY: each call writes one address.
+        unsafe {
+            match (self.kind, self.attach) {
+                (BufferKind::Pinned, _) => {
+                    driver.cuMemHostAlloc(&raw mut host, self.bytes, PORTABLE_AND_MAPPED)?;
+                    address = host as u64;
+                }
+                (BufferKind::Managed, ManagedAttach::Global) => {
+                    driver.cuMemAllocManaged(&raw mut address, self.bytes, 1)?;
+                }
+                (BufferKind::Managed, ManagedAttach::Host) => {
+                    driver.cuMemAllocManaged(&raw mut address, self.bytes, 2)?;
+                }
+                (BufferKind::Device, _) => driver.cuMemAlloc_v2(&raw mut address, self.bytes)?,
+            }
+        }
+        Ok(address)
+    }
+}
+
+/// Blocks that no buffer uses. They are kept to be used again, as other libraries on CUDA do it, because the driver's
+/// `cuMemFree` waits for every stream of the context, callbacks and waits on memory included, and makes other threads'
+/// calls wait meanwhile: freeing at any moment would be a deadlock with a callback that waits for one of them.
+static CACHE: Mutex<Option<HashMap<Class, Vec<u64>>>> = Mutex::new(None);
+
+fn cache() -> MutexGuard<'static, Option<HashMap<Class, Vec<u64>>>> {
+    // Nothing foreign runs under the lock, so a poisoned one still guards a sound state.
+    CACHE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Device {
+    /// Gives memory that dropped buffers left in rstream's cache back to the driver (`cuMemFree`, `cuMemFreeHost`), and
+    /// returns its size in bytes.
+    ///
+    /// The driver waits for all work of the device that is queued, and lets other threads' calls wait meanwhile.
+    ///
+    /// # Errors
+    /// What the driver answers.
+    pub fn free_cached_memory(self, api: &Api<'_>) -> Result<usize> {
+        let classes: Vec<(Class, Vec<u64>)> =
+            cache().get_or_insert_default().extract_if(|class, _| class.device == self).collect();
+        let _bound = self.bind(api)?;
+        let driver = self.driver();
+        let _relaxed = Relaxed::enter(driver);
+        let mut bytes = 0;
+        for (class, addresses) in classes {
+            for address in addresses {
+                // SAFETY: the block was allocated as its class says, no buffer uses it, and it left the cache.
+                unsafe {
+                    match class.kind {
+                        BufferKind::Pinned => driver.cuMemFreeHost(address as *mut c_void),
+                        BufferKind::Managed | BufferKind::Device => driver.cuMemFree_v2(address),
+                    }
+                }?;
+                bytes += class.bytes;
+            }
+        }
+        Ok(bytes)
+    }
+}
+
+struct Inner {
+    class: Class,
     /// The address, for host and device alike under unified addressing; 0 for no bytes.
     address: u64,
     len: usize,
 }
 
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // This was the last handle, and queued work keeps one: nothing uses the block any more.
+        if self.len > 0 {
+            cache().get_or_insert_default().entry(self.class).or_default().push(self.address);
+        }
+    }
+}
+
 /// A block of memory, a shared handle. Its contents are not initialized.
 ///
-/// It is freed on the background thread when the last clone is gone and queued work that uses it is done.
+/// When the last clone is gone and queued work that uses it is done, the memory goes into a cache for later buffers;
+/// [`Device::free_cached_memory`] gives it back to the driver. Work that another library queued must not use it any more
+/// by then.
 #[derive(Clone)]
 pub struct Buffer {
     inner: Arc<Inner>,
@@ -53,29 +154,20 @@ pub struct Buffer {
 impl std::fmt::Debug for Buffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Buffer")
-            .field("kind", &self.inner.kind)
-            .field("device", &self.inner.device)
-            .field("len", &self.inner.len)
+            .field("kind", &self.kind())
+            .field("device", &self.device())
+            .field("len", &self.len())
             .finish_non_exhaustive()
     }
 }
 
 impl Buffer {
-    /// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`: usable by every context.
-    const PORTABLE_AND_MAPPED: c_uint = 3;
-
     /// `len` bytes of pinned host memory (`cuMemHostAlloc`).
     ///
     /// # Errors
     /// [`Status::OUT_OF_MEMORY`].
     pub fn pinned(api: &Api<'_>, device: Device, len: usize) -> Result<Buffer> {
-        Buffer::allocate(api, device, BufferKind::Pinned, len, |address| {
-            let mut host: *mut c_void = std::ptr::null_mut();
-            // SAFETY: writes one pointer.
-            unsafe { device.driver().cuMemHostAlloc(&raw mut host, len, Buffer::PORTABLE_AND_MAPPED) }?;
-            *address = host as u64;
-            Ok(())
-        })
+        Buffer::new(api, device, BufferKind::Pinned, ManagedAttach::Global, len)
     }
 
     /// `len` bytes of managed memory (`cuMemAllocManaged`).
@@ -83,14 +175,7 @@ impl Buffer {
     /// # Errors
     /// [`Status::OUT_OF_MEMORY`]; [`Status::NOT_SUPPORTED`] on a device without managed memory.
     pub fn managed(api: &Api<'_>, device: Device, len: usize, attach: ManagedAttach) -> Result<Buffer> {
-        let flags = match attach {
-            ManagedAttach::Global => 1,
-            ManagedAttach::Host => 2,
-        };
-        Buffer::allocate(api, device, BufferKind::Managed, len, |address| {
-            // SAFETY: writes one address.
-            unsafe { device.driver().cuMemAllocManaged(address, len, flags) }
-        })
+        Buffer::new(api, device, BufferKind::Managed, attach, len)
     }
 
     /// `len` bytes of device memory (`cuMemAlloc`).
@@ -98,27 +183,27 @@ impl Buffer {
     /// # Errors
     /// [`Status::OUT_OF_MEMORY`].
     pub fn device_memory(api: &Api<'_>, device: Device, len: usize) -> Result<Buffer> {
-        Buffer::allocate(api, device, BufferKind::Device, len, |address| {
-            // SAFETY: writes one address.
-            unsafe { device.driver().cuMemAlloc_v2(address, len) }
-        })
+        Buffer::new(api, device, BufferKind::Device, ManagedAttach::Global, len)
     }
 
-    fn allocate(
-        api: &Api<'_>,
-        device: Device,
-        kind: BufferKind,
-        len: usize,
-        call: impl FnOnce(&mut u64) -> Result<()>,
-    ) -> Result<Buffer> {
+    fn new(api: &Api<'_>, device: Device, kind: BufferKind, attach: ManagedAttach, len: usize) -> Result<Buffer> {
+        let class = Class::new(device, kind, attach, len);
         let mut address = 0;
         if len > 0 {
-            let _bound = device.bind(api)?;
-            // An allocation is no part of anybody's capture, so it must not break one.
-            let _relaxed = Relaxed::enter(device.driver());
-            call(&mut address)?;
+            let cached = cache().get_or_insert_default().get_mut(&class).and_then(Vec::pop);
+            address = match cached {
+                Some(address) => address,
+                None => class.allocate(api).or_else(|error| {
+                    // What the cache holds may be what is missing.
+                    if error.status() == Status::OUT_OF_MEMORY && device.free_cached_memory(api)? > 0 {
+                        class.allocate(api)
+                    } else {
+                        Err(error)
+                    }
+                })?,
+            };
         }
-        Ok(Buffer { inner: Arc::new(Inner { device, kind, address, len }) })
+        Ok(Buffer { inner: Arc::new(Inner { class, address, len }) })
     }
 
     /// The address, of host and device alike; 0 when it has no bytes.
@@ -142,32 +227,13 @@ impl Buffer {
     /// Where the memory is.
     #[must_use]
     pub fn kind(&self) -> BufferKind {
-        self.inner.kind
+        self.inner.class.kind
     }
 
     /// The device that it was allocated for.
     #[must_use]
     pub fn device(&self) -> Device {
-        self.inner.device
-    }
-}
-
-impl Drop for Inner {
-    fn drop(&mut self) {
-        if self.len == 0 {
-            return;
-        }
-        let (device, kind, address) = (self.device, self.kind, self.address);
-        reaper::release(device, move || {
-            // SAFETY: this was the last handle, and queued work keeps one. A failure means that the context is gone,
-            // and the memory with it.
-            drop(unsafe {
-                match kind {
-                    BufferKind::Pinned => device.driver().cuMemFreeHost(address as *mut c_void),
-                    BufferKind::Managed | BufferKind::Device => device.driver().cuMemFree_v2(address),
-                }
-            });
-        });
+        self.inner.class.device
     }
 }
 

@@ -1,8 +1,8 @@
 //! One background thread that releases what may not be released where it is dropped.
 //!
-//! Destroying a stream, an event or memory is a driver call: it is refused inside a callback, it can block (`cuMemFree`
-//! waits for a running callback), and it can invalidate somebody's capture. So handles hand their release to this thread,
-//! whose capture mode is RELAXED, in which none of these calls disturbs a capture.
+//! Destroying a stream or an event is a driver call: it is refused inside a callback, it can block, and somebody may be
+//! capturing. So handles hand their release to this thread, whose capture mode is RELAXED, in which none of these calls
+//! disturbs a capture. Memory is not released here but cached (see [`crate::memory`]): freeing it waits for every stream.
 //!
 //! The same thread keeps alive what queued work uses: an event is recorded behind the work, and the payload is dropped
 //! when that has been reached.

@@ -182,7 +182,17 @@ def test_a_wrong_copy_is_named_and_nothing_is_queued(stream, device):
 
 @pytest.mark.parametrize(
     ("dtype", "value"),
-    [(np.uint8, 255), (np.int8, -1), (np.int16, -300), (np.float32, 1.5), (np.int64, 0), (np.int64, -1), (bool, True)],
+    [
+        (np.uint8, 255),
+        (np.int8, -1),
+        (np.int16, -300),
+        (np.float32, 1.5),
+        (np.int64, 0),
+        (np.int64, -1),
+        (bool, True),
+        (np.dtype("S3"), b"aaa"),
+        (np.dtype([("a", "u1", 3), ("b", "u2")]), np.zeros((), np.dtype([("a", "u1", 3), ("b", "u2")]))),
+    ],
 )
 def test_fill(stream, device, dtype, value):
     array = rs.device_empty((7, 3), dtype, device)
@@ -199,9 +209,60 @@ def test_a_value_that_cannot_fill_is_named(stream, device):
         stream.fill(array, [1, 2])
     with pytest.raises(rs.InvalidValueError, match="8 bytes"):
         stream.fill(rs.device_empty(4, np.float64, device), 1.1)
+    with pytest.raises(rs.InvalidValueError, match="0 bytes"):
+        stream.fill(rs.device_empty(4, "V0", device), np.zeros((), "V0"))
     with pytest.raises(TypeError, match="list"):
         stream.fill([1], 1)
     assert stream.query()
+
+
+def test_memory_of_collected_arrays_is_used_again(stream, device):
+    for kind in MAKERS:
+        array = MAKERS[kind](1000, np.uint8, device)
+        address = array.ptr
+        del array
+        gc.collect()
+        again = MAKERS[kind](990, np.uint8, device)
+        assert again.ptr == address
+        assert again.nbytes == 990
+        other = MAKERS[kind](990, np.uint8, device)
+        assert other.ptr != address
+
+
+def test_memory_that_queued_work_uses_is_not_used_again(stream, device):
+    hold = rs.testing.hold(stream)
+    array = rs.device_empty(1000, np.uint8, device)
+    address = array.ptr
+    stream.fill(array, 1)
+    del array
+    gc.collect()
+    assert all(rs.device_empty(1000, np.uint8, device).ptr != address for _ in range(10))
+    hold.release()
+
+
+def test_cached_memory_can_be_given_back(device):
+    # Words of holds of earlier tests may come into the cache meanwhile; they are smaller than this.
+    size = 1 << 20
+    device.free_cached_memory()
+    array = rs.device_empty(size, np.uint8, device)
+    assert device.free_cached_memory() < size
+    del array
+    gc.collect()
+    assert device.free_cached_memory() >= size
+    assert device.free_cached_memory() < size
+
+
+@pytest.mark.soft_only
+def test_cached_memory_is_given_back_when_memory_is_short(device):
+    free, _ = device.memory_info()
+    half = rs.device_empty(free // 2, np.uint8, device)
+    del half
+    gc.collect()
+    most = rs.device_empty(device.memory_info()[1] * 3 // 4, np.uint8, device)
+    assert most.nbytes
+    del most
+    gc.collect()
+    device.free_cached_memory()
 
 
 def test_to_host_waits_for_the_stream_that_it_is_given(stream, device):

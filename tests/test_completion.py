@@ -7,7 +7,9 @@ import concurrent.futures
 import gc
 import pickle
 import re
+import sys
 import threading
+import weakref
 
 import pytest
 
@@ -125,6 +127,46 @@ def test_a_cancelled_completion_cancels_its_futures(stream, held):
     assert completion.cancel()
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(30)
+    assert concurrent.futures.wait([future], 30).done == {future}
+
+
+def test_threads_look_at_a_failure_at_once(stream, held):
+    """What makes an exception is Python code, which must not run under a lock of the completion."""
+    completion = stream.then(lambda: 1)
+    completion.cancel()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=lambda: [completion.exception() for _ in range(2000)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_cycle_through_a_result_is_collected(stream):
+    class Thing:
+        pass
+
+    def look():
+        thing = Thing()
+        completion = stream.then(int, "x")
+        try:
+            completion.result(30)
+        except ValueError:
+            pass
+        returned = Thing()
+        returned.completion = stream.then(lambda: returned)
+        returned.completion.result(30)
+        return weakref.ref(thing), weakref.ref(returned)
+
+    gone = look()
+    stream.then(lambda: None).result(30)
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
 
 
 def test_it_is_not_pickled(stream):

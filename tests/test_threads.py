@@ -275,6 +275,35 @@ def test_memory_is_freed_in_a_loop_while_callbacks_are_pending(device):
         completion.result(60)
 
 
+def test_memory_is_dropped_and_made_while_a_callback_waits_for_who_does_it(device):
+    """The driver's own cuMemFree would wait for the callback, and keep the others' calls waiting with it."""
+    stream, other = rs.Stream(device), rs.Stream(device)
+    go, started = threading.Event(), threading.Event()
+    arrays = [make(1 << 16, np.uint8, device) for make in (rs.pinned_empty, rs.managed_empty, rs.device_empty)]
+
+    def wait(_status):
+        started.set()
+        return go.wait(60)
+
+    completion = stream.add_callback(wait)
+    assert started.wait(30)
+
+    def work() -> None:
+        for size in (1 << 16, 1 << 17, 1 << 20):
+            arrays.clear()
+            gc.collect()
+            arrays.extend(make(size, np.uint8, device) for make in (rs.pinned_empty, rs.managed_empty, rs.device_empty))
+            with rs.Stream(device) as third:
+                third.record()
+        go.set()
+
+    thread = Thread(work)
+    thread.start()
+    thread.finish(30)
+    assert completion.result(60) is True
+    assert other.query()
+
+
 def test_streams_are_closed_while_others_use_them(device):
     for _ in range(50):
         stream = rs.Stream(device)

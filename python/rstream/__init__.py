@@ -90,14 +90,15 @@ __all__ = [
 ]
 
 
-def _exit_timeout() -> float:
-    """Seconds that the interpreter's exit waits for host code that is due: `RSTREAM_EXIT_TIMEOUT`, or 1."""
+def _exit() -> None:
+    """Wait for host code that is due, `RSTREAM_EXIT_TIMEOUT` seconds or 1, then part from the interpreter."""
     try:
-        return max(0.0, float(os.environ["RSTREAM_EXIT_TIMEOUT"]))
+        seconds = max(0.0, float(os.environ["RSTREAM_EXIT_TIMEOUT"]))
     except (KeyError, ValueError):
-        return 1.0
+        seconds = 1.0
+    _core._at_exit(seconds)
 
 
-atexit.register(lambda: _core._at_exit(_exit_timeout()))
+atexit.register(_exit)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_core._after_fork)

@@ -246,10 +246,9 @@ def pattern(array: Any, value: Any) -> tuple[int, int]:
     except (OverflowError, TypeError, ValueError) as error:
         raise InvalidValueError(f"value={value!r} does not fit dtype {dtype}", 1) from error
     bits = element.tobytes()
-    while len(bits) % 2 == 0 and bits[: len(bits) // 2] == bits[len(bits) // 2 :]:
-        bits = bits[: len(bits) // 2]
-    if len(bits) not in (1, 2, 4):
-        raise InvalidValueError(
-            f"value={value!r} as {dtype} is {len(bits)} bytes that do not repeat: the driver fills with 1, 2 or 4", 1
-        )
-    return len(bits), int.from_bytes(bits, "little")
+    for width in (1, 2, 4):
+        if bits and bits == bits[:width] * (len(bits) // width):
+            return width, int.from_bytes(bits[:width], "little")
+    raise InvalidValueError(
+        f"value={value!r} as {dtype} is {len(bits)} bytes that do not repeat: the driver fills with 1, 2 or 4", 1
+    )

@@ -88,6 +88,12 @@ class Device:
     def memory_info(self) -> tuple[int, int]:
         """Free and total memory in bytes (`cuMemGetInfo`)."""
 
+    def free_cached_memory(self) -> int:
+        """Give memory that collected arrays left in rstream's cache back to the driver; returns its size in bytes.
+
+        Waits for all work that is queued on the device (`cuMemFree`, `cuMemFreeHost`).
+        """
+
     def synchronize(self) -> None:
         """Wait for all work of the context (`cuCtxSynchronize`).
 

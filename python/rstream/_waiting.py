@@ -103,6 +103,9 @@ def _settle(future: Any, completion: _core.Completion[Any]) -> None:
         # Seen here, so that it is not reported as lost.
         completion.exception()
         future.cancel()
+        if isinstance(future, concurrent.futures.Future):
+            # So that those who wait for several futures hear of it.
+            future.set_running_or_notify_cancel()
         return
     error = completion.exception()
     if error is None:

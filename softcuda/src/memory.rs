@@ -50,6 +50,10 @@ fn free(address: u64, kinds: &[MemoryKind]) -> Answer {
         // It would wait for itself.
         return Err(NOT_PERMITTED);
     }
+    drop(system);
+    // Others' calls on the context wait as well, as with the real driver.
+    let _submission = system::submission(context);
+    let system = system::lock();
     let targets = system::drained(&system, |_, stream| stream.context == context);
     let mut system =
         system::wait_until(system, |system| system.sound(context).is_err() || system::reached(system, &targets));

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use pyo3::exceptions::PyBaseException;
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
@@ -55,20 +57,31 @@ impl Inner {
         }
     }
 
+    /// How it ended; `None` while it has not. Under the completion's lock nothing of Python's runs: references are
+    /// counted, and exceptions are made afterwards.
     fn ending(&self, py: Python<'_>) -> Option<Ending> {
-        let failed = |error: &Error| Ending::Error(exception(py, error));
-        match self {
+        enum Copy {
+            Value(Py<PyAny>),
+            Raised(Py<PyBaseException>),
+            Error(Error),
+        }
+        let copy = match self {
             Inner::Call(completion) => completion.peek(|result| match result {
-                Ok(Outcome::Returned(value)) => Ending::Value(value.clone_ref(py)),
-                Ok(Outcome::Raised(error)) => Ending::Error(error.clone_ref(py)),
-                Ok(Outcome::Shutdown) => failed(&Error::Shutdown),
-                Err(error) => failed(error),
+                Ok(Outcome::Returned(value)) => Copy::Value(value.clone_ref(py)),
+                Ok(Outcome::Raised(error)) => Copy::Raised(error.clone_ref(py)),
+                Ok(Outcome::Shutdown) => Copy::Error(Error::Shutdown),
+                Err(error) => Copy::Error(error.clone()),
             }),
             Inner::Notice(completion) => completion.peek(|result| match result {
-                Ok(()) => Ending::Value(py.None()),
-                Err(error) => failed(error),
+                Ok(()) => Copy::Value(py.None()),
+                Err(error) => Copy::Error(error.clone()),
             }),
-        }
+        }?;
+        Some(match copy {
+            Copy::Value(value) => Ending::Value(value),
+            Copy::Raised(error) => Ending::Error(PyErr::from_value(error.into_bound(py).into_any())),
+            Copy::Error(error) => Ending::Error(exception(py, &error)),
+        })
     }
 
     /// Whether it ended with something that somebody has to hear of. Needs no interpreter.
@@ -109,10 +122,12 @@ impl CompletionPy {
     fn wait(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<Ending> {
         let limit = timeout(seconds).py(py)?;
         if !self.inner.is_done() {
+            gate::refuse_forked()?;
             interruptibly(py, |interrupted| self.inner.wait_done(limit, interrupted))?;
         }
         self.retrieved.store(true, Ordering::Relaxed);
-        Ok(self.inner.ending(py).expect("it is done, and nobody takes the result out"))
+        // Only the garbage collector takes the result out, of a completion that is seen again by a finalizer at most.
+        Ok(self.inner.ending(py).unwrap_or_else(|| Ending::Error(exception(py, &Error::Shutdown))))
     }
 }
 
@@ -193,6 +208,11 @@ impl CompletionPy {
             }
             return Ok(());
         }
+        gate::refuse_forked()?;
+        if gate::is_closed() {
+            // Nobody would be told any more: better an error than a wait without end.
+            return Err(exception(py, &Error::Shutdown));
+        }
         let (completion, function) = (slf.clone().unbind(), function.clone().unbind());
         py.detach(|| {
             inner.on_done(move || {
@@ -226,6 +246,25 @@ impl CompletionPy {
             Some(Ending::Error(_)) => "failed",
         };
         format!("<rstream.Completion {state}>")
+    }
+
+    /// A result may refer to this object: an exception does, by the frames of its traceback.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        let Inner::Call(completion) = &*self.inner else { return Ok(()) };
+        completion
+            .try_peek(|result| match result {
+                Ok(Outcome::Returned(value)) => visit.call(value),
+                Ok(Outcome::Raised(error)) => visit.call(error),
+                Ok(Outcome::Shutdown) | Err(_) => Ok(()),
+            })
+            .unwrap_or(Ok(()))
+    }
+
+    fn __clear__(&self) {
+        if let Inner::Call(completion) = &*self.inner {
+            // Dropped here, without the lock.
+            drop(completion.take());
+        }
     }
 
     fn __reduce__(&self) -> PyResult<()> {

@@ -101,6 +101,11 @@ impl DevicePy {
         call(py, move |api| device.memory_info(api))
     }
 
+    fn free_cached_memory(&self, py: Python<'_>) -> PyResult<usize> {
+        let device = self.0;
+        call(py, move |api| device.free_cached_memory(api))
+    }
+
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         let device = self.0;
         call(py, move |api| device.synchronize(api))

@@ -100,6 +100,11 @@ pub(super) fn enter<R>(f: impl FnOnce(Python<'_>) -> R) -> Option<R> {
     })
 }
 
+/// Whether no thread of rstream's enters any more.
+pub(super) fn is_closed() -> bool {
+    CLOSED.load(Ordering::Acquire)
+}
+
 /// Gives this thread a thread state of the interpreter for good, so that attaching does not make and destroy one each
 /// time.
 fn keep_thread_state() {

@@ -106,11 +106,12 @@ fn status_text(code: u32) -> (String, String, bool) {
 #[pyfunction]
 fn stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let stats = crate::callback::stats();
-    // To the core, host code that raised a Python exception has run.
+    // To the core, host code that raised a Python exception has run. One that raises at this moment may be counted here
+    // and not there yet.
     let raised = worker::raised();
     let dict = PyDict::new(py);
     dict.set_item("accepted", stats.accepted)?;
-    dict.set_item("run", stats.run - raised)?;
+    dict.set_item("run", stats.run.saturating_sub(raised))?;
     dict.set_item("failed", stats.failed + raised)?;
     dict.set_item("cancelled", stats.cancelled)?;
     Ok(dict)

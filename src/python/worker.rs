@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyBaseException, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
@@ -28,7 +28,8 @@ pub(super) fn raised() -> u64 {
 /// What became of a callable.
 pub(super) enum Outcome {
     Returned(Py<PyAny>),
-    Raised(PyErr),
+    /// The exception, as an object: to copy it is to count a reference, which runs no Python code.
+    Raised(Py<PyBaseException>),
     /// The interpreter is going, so it was not called.
     Shutdown,
 }
@@ -69,7 +70,7 @@ impl Job {
                 Ok(value) => Outcome::Returned(value),
                 Err(error) => {
                     RAISED.fetch_add(1, Ordering::Relaxed);
-                    Outcome::Raised(error)
+                    Outcome::Raised(error.into_value(py))
                 }
             }
         });
