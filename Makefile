@@ -40,7 +40,7 @@ lint: $(VENV)/.installed
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --no-default-features -- -D warnings
 	$(CARGO) clippy --workspace --all-targets --features python -- -D warnings
-	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" $(CARGO) doc --workspace --no-deps --no-default-features
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --no-default-features
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy

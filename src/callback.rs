@@ -2,13 +2,13 @@
 //!
 //! | kind | the stream waits | may call the API | after a fault |
 //! | --- | --- | --- | --- |
-//! | [`Callback`] | yes | no | runs, with the status |
-//! | [`HostFunction`] | yes | no | does not run, its completion has the error |
-//! | [`Continuation`] | no | yes | does not run, its completion has the error |
+//! | `Callback` | yes | no | runs, with the status |
+//! | `HostFunction` | yes | no | does not run, its completion has the error |
+//! | `Continuation` | no | yes | does not run, its completion has the error |
 //!
 //! All three are queued with `cuStreamAddCallback`. `cuLaunchHostFunc` is not used, because after a fault the driver drops
-//! its functions without a word (measured), while a callback then runs once with the status. [`enqueue`] is the seam
-//! where another signal than the driver's callback can take over: it needs a [`HostCode`] and a status, nothing else.
+//! its functions without a word (measured), while a callback then runs once with the status. `enqueue` is the seam
+//! where another signal than the driver's callback can take over: it needs a `HostCode` and a status, nothing else.
 
 use std::ffi::c_void;
 use std::panic::{self, AssertUnwindSafe};

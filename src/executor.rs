@@ -2,7 +2,7 @@
 //!
 //! A strand is a queue of jobs under a key, the stream's id. One worker serves all strands in short turns, so that a
 //! flood of quick jobs needs one thread. A second worker stands by; it takes a strand only when that has waited for
-//! [`PATIENCE`] while no worker took its next turn, which means that a job is slow or blocked. It then leaves a new
+//! half a millisecond while no worker took its next turn, which means that a job is slow or blocked. It then leaves a new
 //! stand-by behind.
 
 use std::collections::{HashMap, VecDeque};

@@ -52,6 +52,11 @@ pub mod testing;
 #[cfg(feature = "python")]
 mod python;
 
+/// The README's example, as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 pub use api::Api;
 pub use completion::Completion;
 pub use device::Device;

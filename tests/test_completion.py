@@ -169,6 +169,10 @@ def test_a_cycle_through_a_result_is_collected(stream):
     assert [ref() for ref in gone] == [None, None]
 
 
+def test_it_can_be_subscripted_in_annotations():
+    assert rs.Completion[int].__origin__ is rs.Completion
+
+
 def test_it_is_not_pickled(stream):
     for thing in (stream, stream.completion(), stream.record()):
         with pytest.raises(TypeError, match="pickled"):

@@ -364,6 +364,8 @@ class Completion(Generic[_T_co]):
     is reported through `sys.unraisablehook`. Dropping a completion cancels nothing.
     """
 
+    @classmethod
+    def __class_getitem__(cls, item: Any) -> Any: ...
     def done(self) -> bool:
         """Whether it is resolved. Never blocks, and may be called inside a callback."""
 

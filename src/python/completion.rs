@@ -149,6 +149,15 @@ impl Drop for CompletionPy {
 
 #[pymethods]
 impl CompletionPy {
+    /// `Completion[int]`, for annotations.
+    #[classmethod]
+    fn __class_getitem__<'py>(
+        class: &Bound<'py, pyo3::types::PyType>,
+        item: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        class.py().import("types")?.getattr("GenericAlias")?.call1((class, item))
+    }
+
     fn done(&self) -> bool {
         self.inner.is_done()
     }
