@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
 
+use crate::driver::is_forked_child;
 use crate::error::{Error, Result};
 
 /// Says that *this thread may call the driver now*. Every call that reaches the driver takes one.
@@ -33,7 +34,8 @@ impl Api<'_> {
     /// Calls `f` with a token for this thread.
     ///
     /// # Errors
-    /// [`Error::NotPermitted`] on a thread that is running a callback or a host function. `f` is not called then.
+    /// [`Error::NotPermitted`] on a thread that is running a callback or a host function, and in a forked child of the
+    /// process that started the driver. `f` is not called then.
     ///
     /// # Examples
     /// ```
@@ -47,6 +49,11 @@ impl Api<'_> {
                 what: "no CUDA calls inside a callback or host function: \
                        use a continuation (`then`), which may make them"
                     .into(),
+            });
+        }
+        if is_forked_child() {
+            return Err(Error::NotPermitted {
+                what: "no CUDA calls in a forked child process: the driver belongs to the parent".into(),
             });
         }
         Ok(f(&Api { thread: PhantomData }))

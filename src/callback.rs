@@ -21,7 +21,7 @@ use crate::api::{Api, callback_scope};
 use crate::completion::{Outcome, Promise};
 use crate::device::Device;
 use crate::error::{Error, Result, Status};
-use crate::executor;
+use crate::executor::CONTINUATIONS;
 
 /// What is to be done when a stream reaches a point. Consumed by value, so it cannot be done twice.
 pub(crate) trait HostCode: Send + 'static {
@@ -156,7 +156,7 @@ where
         let Continuation { f, promise, strand } = self;
         promise.reached(status);
         // The closure is dropped on the worker as well: what it owns may want to block.
-        executor::submit(strand, move || {
+        CONTINUATIONS.submit(strand, move || {
             if !status.ok() {
                 drop(f);
                 return fail(promise, ticket, Error::Fault { status });

@@ -15,6 +15,21 @@ pub(crate) const INTERRUPT_CHECK: Duration = Duration::from_millis(50);
 
 type Hook = Box<dyn FnOnce() + Send>;
 
+/// Names a hook that has not run, for [`Completion::remove_hook`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HookId(u64);
+
+#[cfg(feature = "python")]
+impl HookId {
+    pub(crate) fn number(self) -> u64 {
+        self.0
+    }
+
+    pub(crate) fn from_number(number: u64) -> HookId {
+        HookId(number)
+    }
+}
+
 enum Phase<T> {
     /// Queued. It can still be cancelled.
     Pending,
@@ -28,7 +43,8 @@ enum Phase<T> {
 struct State<T> {
     phase: Phase<T>,
     status: Option<Status>,
-    hooks: Vec<Hook>,
+    hooks: Vec<(HookId, Hook)>,
+    next_hook: u64,
     waker: Option<Waker>,
 }
 
@@ -66,7 +82,7 @@ pub(crate) struct Promise<T> {
 
 pub(crate) fn channel<T>() -> (Promise<T>, Completion<T>) {
     let shared = Arc::new(Shared {
-        state: Mutex::new(State { phase: Phase::Pending, status: None, hooks: Vec::new(), waker: None }),
+        state: Mutex::new(State { phase: Phase::Pending, status: None, hooks: Vec::new(), next_hook: 0, waker: None }),
         done: Condvar::new(),
     });
     (Promise { shared: Arc::clone(&shared) }, Completion { shared })
@@ -92,18 +108,30 @@ impl<T> Completion<T> {
         pending && self.shared.resolve(|phase| matches!(phase, Phase::Pending), Err(Error::Cancelled))
     }
 
-    /// Calls `hook` once when this is resolved, at once if it is already.
+    /// Calls `hook` once when this is resolved, at once if it is already. `None`: it was called at once.
     ///
     /// The hook runs on the thread that resolves, which may be the driver's callback thread: it must be quick, must not
     /// block and must not call the driver.
-    pub fn on_done(&self, hook: impl FnOnce() + Send + 'static) {
+    pub fn on_done(&self, hook: impl FnOnce() + Send + 'static) -> Option<HookId> {
         let mut state = self.shared.lock();
         if state.is_done() {
             drop(state);
             hook();
-        } else {
-            state.hooks.push(Box::new(hook));
+            return None;
         }
+        let id = HookId(state.next_hook);
+        state.next_hook += 1;
+        state.hooks.push((id, Box::new(hook)));
+        Some(id)
+    }
+
+    /// Takes a hook back that was not called yet.
+    pub fn remove_hook(&self, id: HookId) {
+        let mut state = self.shared.lock();
+        let index = state.hooks.iter().position(|(hook, _)| *hook == id);
+        let removed = index.map(|index| state.hooks.remove(index));
+        drop(state);
+        drop(removed);
     }
 
     /// Waits until this is resolved.
@@ -233,7 +261,7 @@ impl<T> Shared<T> {
         drop(state);
         // A hook's panic must not keep the others from being told, nor reach the driver.
         let shielded = |tell: Hook| drop(panic::catch_unwind(AssertUnwindSafe(tell)));
-        hooks.into_iter().for_each(shielded);
+        hooks.into_iter().map(|(_, hook)| hook).for_each(shielded);
         if let Some(waker) = waker {
             shielded(Box::new(move || waker.wake()));
         }
@@ -308,9 +336,12 @@ mod tests {
             }
         };
         completion.on_done(tell(&told));
+        let removed = completion.on_done(|| panic!("must not run")).expect("not done yet");
+        completion.remove_hook(removed);
         promise.run(|| 7, |outcome| assert_eq!(outcome, Outcome::Ran));
         completion.on_done(tell(&told));
         assert_eq!(told.load(Ordering::Relaxed), 2);
+        assert_eq!(completion.on_done(tell(&told)), None);
         assert_eq!(completion.into_result(None), Ok(7));
     }
 

@@ -297,6 +297,7 @@ impl Driver {
         unsafe { driver.cuInit(0).and_then(|()| driver.cuDriverGetVersion(&raw mut version)) }
             .map_err(|error| Error::NoDriver { reason: error.to_string() })?;
         driver.version = u32::try_from(version).unwrap_or(0);
+        OWNER.get_or_init(std::process::id);
         Ok(driver)
     }
 
@@ -335,6 +336,14 @@ impl Driver {
             if text.is_null() { None } else { CStr::from_ptr(text).to_str().ok() }
         }
     }
+}
+
+/// The process that started a driver.
+static OWNER: OnceLock<u32> = OnceLock::new();
+
+/// Whether this process is a forked child of the one that started a driver: no call of the driver is sound here.
+pub(crate) fn is_forked_child() -> bool {
+    OWNER.get().is_some_and(|&owner| owner != std::process::id())
 }
 
 /// The symbols of libcuda.

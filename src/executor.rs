@@ -34,52 +34,110 @@ struct Pool {
     last_turn: Option<Instant>,
 }
 
-static POOL: Mutex<Option<Pool>> = Mutex::new(None);
-static CHANGED: Condvar = Condvar::new();
-
-fn lock() -> MutexGuard<'static, Option<Pool>> {
-    // No job runs under the lock, so a poisoned one still guards a sound state.
-    POOL.lock().unwrap_or_else(PoisonError::into_inner)
+/// Strands and the threads that serve them.
+pub struct Executor {
+    pool: Mutex<Option<Pool>>,
+    changed: Condvar,
 }
 
-/// Runs `job` on a worker thread, after every job that was submitted under the same `strand` before.
-pub fn submit(strand: u64, job: impl FnOnce() + Send + 'static) {
-    let mut guard = lock();
-    let pool = guard.get_or_insert_default();
-    let idle_strand = match pool.strands.get_mut(&strand) {
-        Some(queue) => {
+/// For continuations, which may block on one another, on callbacks, and for as long as they like.
+pub static CONTINUATIONS: Executor = Executor::new();
+
+/// For callbacks that do not run on the driver's thread: never short of a thread because continuations block.
+pub static CALLBACKS: Executor = Executor::new();
+
+impl Executor {
+    const fn new() -> Executor {
+        Executor { pool: Mutex::new(None), changed: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Pool>> {
+        // No job runs under the lock, so a poisoned one still guards a sound state.
+        self.pool.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs `job` on a worker thread, after every job that was submitted under the same `strand` before.
+    pub fn submit(&'static self, strand: u64, job: impl FnOnce() + Send + 'static) {
+        let mut guard = self.lock();
+        let pool = guard.get_or_insert_default();
+        if let Some(queue) = pool.strands.get_mut(&strand) {
             queue.push_back(Box::new(job));
-            false
-        }
-        None => {
+        } else {
             pool.strands.insert(strand, VecDeque::from([Box::new(job) as Job]));
-            true
+            pool.ready.push_back((strand, Instant::now()));
+            self.call_a_worker(pool);
         }
-    };
-    if idle_strand {
-        pool.ready.push_back((strand, Instant::now()));
-        pool.call_a_worker();
+    }
+
+    /// There is a ready strand: sees to it that a worker takes it, now or after [`PATIENCE`].
+    fn call_a_worker(&'static self, pool: &mut Pool) {
+        if pool.idle > 0 {
+            if !pool.watched || pool.idle == pool.threads {
+                self.changed.notify_one();
+            }
+        } else if pool.threads < MOST_THREADS {
+            pool.threads += 1;
+            let started = thread::Builder::new().name("rstream-worker".into()).spawn(|| self.work());
+            if started.is_err() {
+                // The system has no thread to give; the workers that there are will come to it.
+                pool.threads -= 1;
+                assert!(pool.threads > 0, "the system cannot start the first worker thread");
+            }
+        }
+    }
+
+    fn work(&'static self) {
+        let mut was_busy = false;
+        let mut guard = self.lock();
+        loop {
+            let pool = guard.as_mut().expect("the pool exists before its first worker");
+            if let Some((strand, mut jobs)) = pool.next(was_busy) {
+                if pool.idle == 0 && pool.threads < MOST_THREADS || !pool.ready.is_empty() {
+                    self.call_a_worker(pool);
+                }
+                drop(guard);
+                let turn = Instant::now();
+                while let Some(job) = jobs.pop_front() {
+                    // A continuation catches its own panics; this keeps the worker alive whatever comes.
+                    drop(panic::catch_unwind(AssertUnwindSafe(job)));
+                    if turn.elapsed() >= TURN {
+                        break;
+                    }
+                }
+                was_busy = true;
+                guard = self.lock();
+                let pool = guard.as_mut().expect("never taken away");
+                let queue = pool.strands.get_mut(&strand).expect("a strand stays while a worker serves it");
+                jobs.append(queue);
+                *queue = jobs;
+                if queue.is_empty() {
+                    pool.strands.remove(&strand);
+                } else {
+                    pool.ready.push_back((strand, Instant::now()));
+                }
+                continue;
+            }
+            was_busy = false;
+            if pool.idle >= KEPT_IDLE && pool.ready.is_empty() {
+                pool.threads -= 1;
+                return;
+            }
+            pool.idle += 1;
+            if pool.ready.is_empty() || pool.watched {
+                guard = self.changed.wait(guard).unwrap_or_else(PoisonError::into_inner);
+                guard.as_mut().expect("never taken away").idle -= 1;
+            } else {
+                pool.watched = true;
+                guard = self.changed.wait_timeout(guard, PATIENCE).unwrap_or_else(PoisonError::into_inner).0;
+                let pool = guard.as_mut().expect("never taken away");
+                pool.watched = false;
+                pool.idle -= 1;
+            }
+        }
     }
 }
 
 impl Pool {
-    /// There is a ready strand: sees to it that a worker takes it, now or after [`PATIENCE`].
-    fn call_a_worker(&mut self) {
-        if self.idle > 0 {
-            if !self.watched || self.idle == self.threads {
-                CHANGED.notify_one();
-            }
-        } else if self.threads < MOST_THREADS {
-            self.threads += 1;
-            let started = thread::Builder::new().name("rstream-worker".into()).spawn(work);
-            if started.is_err() {
-                // The system has no thread to give; the workers that there are will come to it.
-                self.threads -= 1;
-                assert!(self.threads > 0, "the system cannot start the first worker thread");
-            }
-        }
-    }
-
     /// The next strand for a worker. Busy workers take the next at once; an idle one only if nobody else is at it.
     fn next(&mut self, was_busy: bool) -> Option<(u64, VecDeque<Job>)> {
         let &(_, since) = self.ready.front()?;
@@ -97,56 +155,6 @@ impl Pool {
     }
 }
 
-fn work() {
-    let mut was_busy = false;
-    let mut guard = lock();
-    loop {
-        let pool = guard.as_mut().expect("the pool exists before its first worker");
-        if let Some((strand, mut jobs)) = pool.next(was_busy) {
-            if pool.idle == 0 && pool.threads < MOST_THREADS || !pool.ready.is_empty() {
-                pool.call_a_worker();
-            }
-            drop(guard);
-            let turn = Instant::now();
-            while let Some(job) = jobs.pop_front() {
-                // A continuation catches its own panics; this keeps the worker alive whatever comes.
-                drop(panic::catch_unwind(AssertUnwindSafe(job)));
-                if turn.elapsed() >= TURN {
-                    break;
-                }
-            }
-            was_busy = true;
-            guard = lock();
-            let pool = guard.as_mut().expect("never taken away");
-            let queue = pool.strands.get_mut(&strand).expect("a strand stays while a worker serves it");
-            jobs.append(queue);
-            *queue = jobs;
-            if queue.is_empty() {
-                pool.strands.remove(&strand);
-            } else {
-                pool.ready.push_back((strand, Instant::now()));
-            }
-            continue;
-        }
-        was_busy = false;
-        if pool.idle >= KEPT_IDLE && pool.ready.is_empty() {
-            pool.threads -= 1;
-            return;
-        }
-        pool.idle += 1;
-        if pool.ready.is_empty() || pool.watched {
-            guard = CHANGED.wait(guard).unwrap_or_else(PoisonError::into_inner);
-            guard.as_mut().expect("never taken away").idle -= 1;
-        } else {
-            pool.watched = true;
-            guard = CHANGED.wait_timeout(guard, PATIENCE).unwrap_or_else(PoisonError::into_inner).0;
-            let pool = guard.as_mut().expect("never taken away");
-            pool.watched = false;
-            pool.idle -= 1;
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -157,7 +165,7 @@ mod tests {
         let (send, receive) = channel();
         for number in 0..10_000_u64 {
             let send = send.clone();
-            submit(1_000_000 + number % 7, move || send.send(number).expect("the test waits"));
+            CONTINUATIONS.submit(1_000_000 + number % 7, move || send.send(number).expect("the test waits"));
         }
         let mut last = [None; 7];
         for _ in 0..10_000 {
@@ -174,7 +182,7 @@ mod tests {
         let (done, finished) = channel();
         let mut next = {
             let (send, receive) = channel::<()>();
-            submit(2_000_000, move || {
+            CONTINUATIONS.submit(2_000_000, move || {
                 receive.recv().expect("released by the chain");
                 done.send(()).expect("the test waits");
             });
@@ -182,7 +190,7 @@ mod tests {
         };
         for strand in 1..CHAIN {
             let (send, receive) = channel::<()>();
-            submit(2_000_000 + strand, move || {
+            CONTINUATIONS.submit(2_000_000 + strand, move || {
                 receive.recv().expect("released by the one after");
                 next.send(()).expect("the one before waits");
             });
@@ -195,8 +203,8 @@ mod tests {
     #[test]
     fn a_panic_costs_no_worker() {
         let (send, receive) = channel();
-        submit(3_000_000, || panic!("on purpose"));
-        submit(3_000_000, move || send.send(()).expect("the test waits"));
+        CONTINUATIONS.submit(3_000_000, || panic!("on purpose"));
+        CONTINUATIONS.submit(3_000_000, move || send.send(()).expect("the test waits"));
         receive.recv().expect("the strand goes on");
     }
 }

@@ -31,7 +31,7 @@
 //! | [`device`], [`stream`], [`event`], [`memory`] | the objects |
 //! | [`callback`] | the three kinds of host code |
 //! | [`completion`] | their results: blocking, as a `Future`, with hooks |
-//! | [`executor`] | the threads that run continuations |
+//! | [`executor`] | worker threads: in order per strand, without one strand holding up another |
 //! | [`error`] | codes, and the error type |
 //! | [`driver`] | the table of entry points, over `cudarc` and over softcuda |
 //! | [`testing`] | device work and faults on demand |

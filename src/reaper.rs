@@ -17,7 +17,7 @@ use std::time::Duration;
 use cudarc::driver::sys::CUstreamCaptureMode;
 
 use crate::device::Device;
-use crate::driver::Driver;
+use crate::driver::{Driver, is_forked_child};
 use crate::error::Result;
 use crate::event::RawEvent;
 
@@ -49,6 +49,10 @@ fn lock() -> MutexGuard<'static, Option<Inbox>> {
 
 fn post(add: impl FnOnce(&mut Inbox)) {
     static START: Once = Once::new();
+    if is_forked_child() {
+        // What the handle names is the parent's, which will release it.
+        return;
+    }
     let mut guard = lock();
     let inbox = guard.get_or_insert_default();
     add(inbox);

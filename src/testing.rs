@@ -10,6 +10,7 @@ use cudarc::driver::sys::{CUfunction, CUmodule};
 
 use crate::api::Api;
 use crate::device::Device;
+use crate::driver::Driver;
 use crate::error::{Error, Result, Status};
 use crate::memory::Buffer;
 use crate::stream::{Stream, StreamOptions};
@@ -159,6 +160,8 @@ pub struct Injection(softcuda::control::InjectionId);
 /// # Errors
 /// [`Error::InvalidValue`] for a function that the software driver does not have, for the code 0, and for `nth` 0.
 pub fn inject(function: &str, code: u32, nth: u32) -> Result<Injection> {
+    // Started first, so that only what the caller does is struck.
+    Driver::soft();
     if !softcuda::control::known_function(function) {
         return Err(Error::invalid(format!("the software driver has no function {function:?}")));
     }

@@ -202,9 +202,15 @@ def test_fill(stream, device, dtype, value):
 
 def test_a_value_that_cannot_fill_is_named(stream, device):
     array = rs.device_empty(4, np.uint8, device)
-    for bad in (256, -1, 1.5, "x", None):
+    for bad in (256, -1, 1.5, "x", None, np.int64(300)):
         with pytest.raises((rs.InvalidValueError, TypeError), match=str(bad)):
             stream.fill(array, bad)
+    with pytest.raises(rs.InvalidValueError, match="1e\\+300"):
+        stream.fill(rs.device_empty(4, np.float32, device), 1e300)
+    stream.fill(array, np.int64(3))
+    assert array.to_host(stream).tolist() == [3] * 4
+    with pytest.raises(TypeError, match="stream=1"):
+        array.to_host(1)
     with pytest.raises(rs.InvalidValueError, match="shape"):
         stream.fill(array, [1, 2])
     with pytest.raises(rs.InvalidValueError, match="8 bytes"):

@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 
+import numpy as np
 import pytest
 
 import rstream as rs
@@ -108,6 +109,9 @@ def test_wait_and_as_completed(stream, device):
     failed = stream.then(int, "x")
     assert failed in rs.wait([failed, quick], 30, "FIRST_EXCEPTION").done
     assert rs.wait([]) == (set(), set())
+    assert rs.wait([quick], np.float32(1)).done == {quick}
+    with pytest.raises(TypeError, match="1 is no Completion"):
+        rs.wait([1])
     with pytest.raises(rs.InvalidValueError, match="SOME"):
         rs.wait([], return_when="SOME")
 

@@ -54,6 +54,27 @@ def test_the_exit_waits_as_long_as_it_is_told(program):
     assert out == "finished\n"
 
 
+def test_ctrl_c_ends_the_wait_of_the_exit(program):
+    out = program(
+        """
+        import atexit, builtins, os, signal, threading
+        stream = rs.Stream()
+        builtins.hold = rs.testing.hold(stream)
+        stream.then(print)
+        def exit():
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            try:
+                rs._exit()
+            except KeyboardInterrupt:
+                print("interrupted")
+        atexit.unregister(rs._exit)
+        atexit.register(exit)
+        """,
+        RSTREAM_EXIT_TIMEOUT="inf",
+    )
+    assert out == "interrupted\n"
+
+
 PROGRAMS = {
     "sleeping callback": "rs.Stream().add_callback(lambda status: time.sleep(60))",
     "sleeping host function": "rs.Stream().launch_host_func(time.sleep, 60)",

@@ -90,7 +90,7 @@ def test_a_code_that_is_no_fault_is_refused(program):
     out = program(
         """
         stream = rs.Stream()
-        for code in (0, 1, 600, 12345):
+        for code in (0, 1, 600, 12345, -1, 2**40):
             try:
                 rs.testing.fault(stream, code)
             except rs.InvalidValueError as error:
@@ -98,7 +98,7 @@ def test_a_code_that_is_no_fault_is_refused(program):
         print(stream.query())
         """
     )
-    assert out.split() == ["True"] * 5
+    assert out.split() == ["True"] * 7
 
 
 @pytest.mark.soft_only
@@ -158,7 +158,9 @@ def test_memory_is_safe_when_its_event_cannot_be_recorded(program):
 def test_a_bad_injection_is_named(program):
     program(
         """
-        for arguments in (("cuNothing", 2, 1), ("cuStreamQuery", 0, 1), ("cuStreamQuery", 2, 0)):
+        with rs.testing.inject("cuInit", 2):
+            pass
+        for arguments in (("cuNothing", 2, 1), ("cuStreamQuery", 0, 1), ("cuStreamQuery", 2, 0), ("cuInit", -1, 1)):
             try:
                 rs.testing.inject(*arguments)
             except rs.InvalidValueError as error:

@@ -39,6 +39,8 @@ def test_priorities_are_clamped_as_the_driver_does(device):
     assert rs.Stream(device, priority=greatest).priority == greatest
     assert rs.Stream(device, priority=100).priority == least
     assert rs.Stream(device, priority=-100).priority == greatest
+    assert rs.Stream(device, priority=2**31).priority == least
+    assert rs.Stream(device, priority=-(2**40)).priority == greatest
 
 
 def test_equality_and_hash_are_those_of_the_stream(device):

@@ -108,6 +108,8 @@ def test_a_full_queue_does_not_deadlock_with_a_callback_at_its_head(stream, devi
             stream.fill(array, number % 256)
 
     spinning = True
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
 
     def spin() -> None:
         while spinning:
@@ -121,6 +123,7 @@ def test_a_full_queue_does_not_deadlock_with_a_callback_at_its_head(stream, devi
     threads[0].finish(60)
     spinning = False
     threads[1].finish(60)
+    sys.setswitchinterval(interval)
     assert completion.result(60) is True
     stream.synchronize(60)
     assert (array.to_host(stream) == 4999 % 256).all()
@@ -325,6 +328,53 @@ def test_streams_are_closed_while_others_use_them(device):
         stream.close()
         for thread in threads:
             thread.finish(30)
+
+
+def test_callbacks_run_while_every_worker_of_continuations_is_blocked(device):
+    """More continuations than there are threads for wait for one callback."""
+    stream = rs.Stream(device)
+    hold = rs.testing.hold(stream)
+    callback = stream.add_callback(lambda _status: "told")
+    waiting = [rs.Stream(device).then(callback.result) for _ in range(270)]
+    hold.release()
+    assert rs.wait(waiting, 60).not_done == set()
+
+
+def test_polling_a_completion_does_not_make_it_grow(stream):
+    class Waiter:
+        pass
+
+    hold = rs.testing.hold(stream)
+    completion = stream.completion()
+    before = len(gc.get_objects())
+    for _ in range(1000):
+        assert rs.wait([completion], 0).not_done
+    gc.collect()
+    assert len(gc.get_objects()) < before + 500
+    hold.release()
+    completion.result(30)
+
+
+def test_what_a_cancelled_callback_or_a_copy_held_is_let_go_of_without_another_call(stream, device):
+    class Thing:
+        def __del__(self) -> None:
+            gone.release()
+
+    class Array(np.ndarray):
+        def __del__(self) -> None:
+            gone.release()
+
+    gone = threading.Semaphore(0)
+    hold = rs.testing.hold(stream)
+    thing, array = Thing(), np.zeros(4).view(Array)
+    target = rs.device_empty(4, device=device)
+    completion = stream.add_callback(lambda _status, _thing: None, thing)
+    completion.cancel()
+    stream.copy(target, array)
+    del thing, array
+    hold.release()
+    assert gone.acquire(timeout=30)
+    assert gone.acquire(timeout=30)
 
 
 def test_a_slow_continuation_does_not_hold_up_another_stream(device):

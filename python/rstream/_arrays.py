@@ -177,6 +177,8 @@ class DeviceArray(_Array):
         Waits for it. Without a stream, one of its own is used, which waits for no other: synchronize first with what
         writes the array.
         """
+        if not isinstance(stream, _core.Stream | None):
+            raise TypeError(f"stream={stream!r}: expected a Stream or None")
         result: npt.NDArray[Any] = np.empty(self.shape, self.dtype)
         own = stream is None
         queue = _core.Stream(self.device) if stream is None else stream
@@ -242,8 +244,13 @@ def pattern(array: Any, value: Any) -> tuple[int, int]:
     if given.shape != ():
         raise InvalidValueError(f"value of shape {given.shape}: expected a single value", 1)
     try:
-        element = np.array(value, dtype=dtype) if isinstance(value, int) else given.astype(dtype, casting="same_kind")
-    except (OverflowError, TypeError, ValueError) as error:
+        with np.errstate(over="raise"):
+            if given.dtype.kind in "iu":
+                # As a Python integer, whose range NumPy checks.
+                element = np.array(int(given), dtype=dtype)
+            else:
+                element = given.astype(dtype, casting="same_kind")
+    except (ArithmeticError, TypeError, ValueError) as error:
         raise InvalidValueError(f"value={value!r} does not fit dtype {dtype}", 1) from error
     bits = element.tobytes()
     for width in (1, 2, 4):

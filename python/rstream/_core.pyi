@@ -391,11 +391,14 @@ class Completion(Generic[_T_co]):
         """Whether it was cancelled."""
 
     def add_done_callback(self, function: Callable[[Completion[Any]], object]) -> None:
-        """Call `function(completion)` once when this is resolved, on a worker thread; at once if it is already.
+        """Call `function(completion)` once when this is resolved, on a worker thread; at once, here, if it is already.
 
-        The call may use the API. What it raises goes to `sys.unraisablehook`.
+        On a worker the call may use the API, and an exception goes to `sys.unraisablehook`. Functions that are added to
+        one completion may be called in any order.
         """
 
+    def _add_waiter(self, function: Callable[[Completion[Any]], object]) -> int | None: ...
+    def _remove_waiter(self, number: int) -> None: ...
     def future(self) -> Future[_T_co]:
         """A `concurrent.futures.Future` that gets the same result."""
 

@@ -59,8 +59,8 @@ def adopt(obj: Any, device: _core.Device | int | str | None) -> _core.Stream:
             raise InvalidValueError(f"the stream is of {obj.device!r}, not of {_core.Device(device)!r}", 1)
         return obj
     handle = _handle(obj)
-    if handle < 0:
-        raise InvalidValueError(f"handle {handle} is negative", 1)
+    if not 0 <= handle < 2**64:
+        raise InvalidValueError(f"handle {handle} is no address: expected 0 to 2**64 - 1", 1)
     where = _core.Device(device) if device is not None else _device(obj) or _core.default_device()
     return _core.Stream._adopt(handle, where, obj)
 

@@ -25,9 +25,18 @@ class DoneAndNotDone(NamedTuple):
 def _deadline(timeout: float | None) -> float | None:
     if timeout is None:
         return None
+    timeout = float(timeout)
     if math.isnan(timeout) or timeout < 0:
         raise InvalidValueError(f"timeout={timeout}: expected seconds of at least 0, or None", 1)
     return time.monotonic() + timeout
+
+
+def _set(completions: Iterable[_core.Completion[Any]]) -> set[_core.Completion[Any]]:
+    result = set(completions)
+    for completion in result:
+        if not isinstance(completion, _core.Completion):
+            raise TypeError(f"{completion!r} is no Completion")
+    return result
 
 
 def _left(deadline: float | None) -> float | None:
@@ -52,10 +61,24 @@ def wait(
             f"return_when={return_when!r}: expected ALL_COMPLETED, FIRST_COMPLETED or FIRST_EXCEPTION", 1
         )
     deadline = _deadline(timeout)
-    pending = set(completions)
+    pending = _set(completions)
     finished: queue.SimpleQueue[_core.Completion[Any]] = queue.SimpleQueue()
-    for completion in pending:
-        completion.add_done_callback(finished.put)
+    waiters = [(completion, completion._add_waiter(finished.put)) for completion in pending]
+    try:
+        return _gather(pending, finished, deadline, return_when)
+    finally:
+        # A completion that is polled must not grow.
+        for completion, waiter in waiters:
+            if waiter is not None and not completion.done():
+                completion._remove_waiter(waiter)
+
+
+def _gather(
+    pending: set[_core.Completion[Any]],
+    finished: queue.SimpleQueue[_core.Completion[Any]],
+    deadline: float | None,
+    return_when: str,
+) -> DoneAndNotDone:
     done: set[_core.Completion[Any]] = set()
     while pending:
         try:
@@ -79,7 +102,7 @@ def as_completed(
     Raises `WaitTimeoutError` when not all are done after `timeout` seconds from this call.
     """
     deadline = _deadline(timeout)
-    pending = set(completions)
+    pending = _set(completions)
     finished: queue.SimpleQueue[_core.Completion[Any]] = queue.SimpleQueue()
     for completion in pending:
         completion.add_done_callback(finished.put)

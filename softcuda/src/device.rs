@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use cudarc::driver::sys::{CUcontext, CUdevice_attribute as Attribute};
 
-use crate::system::{self, Answer, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, NOT_INITIALIZED};
+use crate::system::{self, Answer, INVALID_CONTEXT, INVALID_DEVICE, INVALID_VALUE, NOT_INITIALIZED, System};
 use crate::{call, call_outside, codes, put};
 
 /// CUDA 13.0, the version of the driver whose behaviour this follows.
@@ -172,12 +172,12 @@ pub unsafe extern "C" fn cuDevicePrimaryCtxReset_v2(dev: c_int) -> c_uint {
     })
 }
 
-/// Waits until the context's work is done, then takes all that belongs to it away. The handle stays the same.
+/// Waits until the context has no work, then takes all that belongs to it away. The handle stays the same.
+///
+/// What other threads submit meanwhile is waited for too: it must neither be lost nor use memory that is gone.
 fn reset(handle: usize) {
-    let system = system::lock();
-    let targets = system::drained(&system, |_, stream| stream.context == handle);
-    let mut system = system::wait_until(system, |system| system::reached(system, &targets));
-    system.clear_context(handle);
+    let idle = |system: &System| system.streams.values().all(|stream| stream.context != handle || stream.is_idle());
+    system::wait_until(system::lock(), idle).clear_context(handle);
 }
 
 pub unsafe extern "C" fn cuCtxGetCurrent(out: *mut CUcontext) -> c_uint {

@@ -92,9 +92,12 @@ pub unsafe extern "C" fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: CU
         let system = system::lock();
         let place = |event: CUevent| {
             let state = system.events.get(&(event as usize)).filter(|state| state.flags & DISABLE_TIMING == 0);
-            state.and_then(|state| state.place.clone()).ok_or(INVALID_HANDLE)
+            state.and_then(|state| Some((state.context, state.place.clone()?))).ok_or(INVALID_HANDLE)
         };
-        let (start, end) = (place(start)?, place(end)?);
+        let ((context, start), (other, end)) = (place(start)?, place(end)?);
+        if context != other {
+            return Err(INVALID_HANDLE);
+        }
         let (Some(start), Some(end)) = (start.time.get(), end.time.get()) else { return Err(NOT_READY) };
         let elapsed = if end >= start {
             end.duration_since(*start).as_secs_f32()

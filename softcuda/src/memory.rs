@@ -1,11 +1,14 @@
 //! Memory, copies and fills.
 
 use std::ffi::{c_int, c_uint, c_ushort, c_void};
+use std::sync::Arc;
 
 use cudarc::driver::sys::{CUcontext, CUstream};
 
 pub(crate) use crate::system::MemoryKind;
-use crate::system::{self, Allocation, Answer, INVALID_VALUE, NOT_PERMITTED, OUT_OF_MEMORY, Source, System, Work};
+use crate::system::{
+    self, Allocation, Answer, Block, INVALID_VALUE, NOT_PERMITTED, OUT_OF_MEMORY, Place, Source, System, Work,
+};
 use crate::{call, call_outside, device, put, stream};
 
 /// The memory of a software device.
@@ -30,9 +33,10 @@ fn allocate(size: usize, kind: MemoryKind, attach: u32) -> Answer<u64> {
             return Err(OUT_OF_MEMORY);
         }
     }
-    let bytes = vec![0_u128; size.div_ceil(size_of::<u128>())].into_boxed_slice();
-    let address = bytes.as_ptr() as u64;
-    let allocation = Allocation { context, kind, bytes, len: size, attached_at_first: attach, attached: (attach, 0) };
+    let block = Block::new(size).ok_or(OUT_OF_MEMORY)?;
+    let address = block.address();
+    let allocation =
+        Allocation { context, kind, len: size, _block: block, attached_at_first: attach, attached: (attach, 0) };
     system::lock().memory.insert(address, allocation);
     Ok(address)
 }
@@ -70,12 +74,8 @@ pub(crate) fn kind_of_range(address: u64, len: usize) -> Answer<Option<MemoryKin
         return Err(INVALID_VALUE);
     }
     let system = system::lock();
-    let Some((&base, allocation)) = system.memory.range(..=address).next_back() else { return Ok(None) };
-    let offset = usize::try_from(address - base).map_err(|_| INVALID_VALUE)?;
-    if offset >= allocation.bytes.len() * size_of::<u128>() {
-        return Ok(None);
-    }
-    match offset.checked_add(len) {
+    let Some((base, allocation)) = system.allocation_at(address) else { return Ok(None) };
+    match usize::try_from(address - base).ok().and_then(|offset| offset.checked_add(len)) {
         Some(end) if end <= allocation.len => Ok(Some(allocation.kind)),
         _ => Err(INVALID_VALUE),
     }
@@ -175,7 +175,7 @@ pub unsafe extern "C" fn cuMemcpyAsync(dst: u64, src: u64, size: usize, stream: 
 /// the stream has passed.
 unsafe fn copy(dst: u64, src: u64, bytes: usize, id: u64) -> Answer {
     if bytes == 0 {
-        return Ok(());
+        return system::lock().sound_stream(id);
     }
     let (to, from) = (kind_of_range(dst, bytes)?, kind_of_range(src, bytes)?);
     // Pageable memory: a source is read at the call, a destination is written before it returns.
@@ -184,13 +184,17 @@ unsafe fn copy(dst: u64, src: u64, bytes: usize, id: u64) -> Answer {
         None => Source::Staged(unsafe { std::slice::from_raw_parts(src as *const u8, bytes) }.to_vec()),
         Some(_) => Source::Memory(src),
     };
-    system::submit(id, Work::Copy { dst, src: source, bytes }, Vec::new(), None)?;
-    if to.is_none() { stream::synchronize(id) } else { Ok(()) }
+    let written = to.is_none().then(|| Arc::new(Place::default()));
+    system::submit(id, Work::Copy { dst, src: source, bytes }, Vec::new(), written.clone())?;
+    let Some(written) = written else { return Ok(()) };
+    // Not until the context is lost only: the engine may be writing just then.
+    let system = system::wait_until(system::lock(), |_| written.is_done());
+    system.sound_stream(id)
 }
 
 fn fill(dst: u64, value: u32, width: usize, count: usize, id: u64) -> Answer {
     if count == 0 {
-        return Ok(());
+        return system::lock().sound_stream(id);
     }
     let bytes = count.checked_mul(width).ok_or(INVALID_VALUE)?;
     // Plain host memory is not the device's to write.
@@ -222,20 +226,24 @@ pub unsafe extern "C" fn cuMemsetD32Async(dst: u64, value: c_uint, count: usize,
 
 pub unsafe extern "C" fn cuPointerGetAttribute(data: *mut c_void, attribute: c_uint, ptr: u64) -> c_uint {
     call("cuPointerGetAttribute", || {
-        let kind = kind_of_range(ptr, 1)?.ok_or(INVALID_VALUE)?;
         let system = system::lock();
-        let (_, allocation) = system.memory.range(..=ptr).next_back().ok_or(INVALID_VALUE)?;
+        let (base, allocation) = system.allocation_at(ptr).ok_or(INVALID_VALUE)?;
+        let kind = allocation.kind;
         // SAFETY: the caller has room for the attribute's type.
         unsafe {
             match attribute {
                 1 => put(data.cast::<CUcontext>(), allocation.context as CUcontext),
                 2 => put(data.cast::<c_uint>(), if kind == MemoryKind::Pinned { 1 } else { 2 }),
+                // The host has no address for device memory.
+                4 if kind == MemoryKind::Device => Err(INVALID_VALUE),
                 3 | 4 => put(data.cast::<u64>(), ptr),
                 8 => put(data.cast::<c_uint>(), c_uint::from(kind == MemoryKind::Managed)),
                 9 => {
                     let ordinal = device::ordinal_of(allocation.context);
                     put(data.cast::<c_int>(), c_int::try_from(ordinal).expect("at most 16"))
                 }
+                11 => put(data.cast::<u64>(), base),
+                12 => put(data.cast::<usize>(), allocation.len),
                 _ => Err(INVALID_VALUE),
             }
         }

@@ -2,7 +2,7 @@
 //! `rstream_work(u64 nanoseconds, u32 code)`. It keeps its stream busy for that long, then loses the context with the code
 //! if that is not 0.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -16,7 +16,8 @@ use crate::{call_outside, device, put, stream};
 struct Modules {
     /// The text of each module.
     images: HashMap<usize, String>,
-    functions: HashSet<usize>,
+    /// The function of each module that was asked for it.
+    functions: HashMap<usize, usize>,
 }
 
 static MODULES: LazyLock<Mutex<Modules>> = LazyLock::new(Mutex::default);
@@ -53,16 +54,18 @@ pub unsafe extern "C" fn cuModuleGetFunction(out: *mut CUfunction, module: CUmod
         if name != "rstream_work" || !image.contains(&format!(".entry {name}(")) {
             return Err(NOT_FOUND);
         }
-        let handle = system::fresh_handle();
+        let handle = *modules.functions.entry(module as usize).or_insert_with(system::fresh_handle);
         // SAFETY: the caller's promise.
-        unsafe { put(out, handle as CUfunction) }?;
-        modules.functions.insert(handle);
-        Ok(())
+        unsafe { put(out, handle as CUfunction) }
     })
 }
 
 pub unsafe extern "C" fn cuModuleUnload(module: CUmodule) -> c_uint {
-    call_outside("cuModuleUnload", || modules().images.remove(&(module as usize)).map(drop).ok_or(INVALID_HANDLE))
+    call_outside("cuModuleUnload", || {
+        let mut modules = modules();
+        modules.functions.remove(&(module as usize));
+        modules.images.remove(&(module as usize)).map(drop).ok_or(INVALID_HANDLE)
+    })
 }
 
 #[allow(clippy::too_many_arguments, reason = "the signature is CUDA's")]
@@ -80,7 +83,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
     _extra: *mut *mut c_void,
 ) -> c_uint {
     call_outside("cuLaunchKernel", || {
-        if !modules().functions.contains(&(function as usize)) {
+        if !modules().functions.values().any(|&known| known == function as usize) {
             return Err(INVALID_HANDLE);
         }
         if [grid_x, grid_y, grid_z, block_x, block_y, block_z].contains(&0) || params.is_null() {
@@ -90,7 +93,10 @@ pub unsafe extern "C" fn cuLaunchKernel(
         let (nanoseconds, code) = unsafe {
             (params.read().cast::<u64>().read_unaligned(), params.add(1).read().cast::<u32>().read_unaligned())
         };
-        let work = if code == 0 { Work::Spin(Duration::from_nanos(nanoseconds)) } else { Work::Fault(code) };
-        system::submit(stream::resolve(stream)?, work, Vec::new(), None)
+        let mut works = vec![Work::Spin(Duration::from_nanos(nanoseconds))];
+        if code != 0 {
+            works.push(Work::Fault(code));
+        }
+        system::submit_all(stream::resolve(stream)?, works)
     })
 }

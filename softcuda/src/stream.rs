@@ -43,17 +43,20 @@ pub(crate) fn resolve(handle: CUstream) -> Answer<u64> {
         }
         PER_THREAD => {
             let context = device::current()?;
-            THREAD_STREAMS.with_borrow_mut(|streams| {
+            let stream = THREAD_STREAMS.try_with(|streams| {
                 let mut system = system::lock();
+                let mut streams = streams.borrow_mut();
                 match streams.0.get(&context) {
-                    Some(&stream) if system.streams.contains_key(&stream) => Ok(stream),
+                    Some(&stream) if system.streams.contains_key(&stream) => stream,
                     _ => {
                         let stream = system.new_stream(context, 0, 0);
                         streams.0.insert(context, stream);
-                        Ok(stream)
+                        stream
                     }
                 }
-            })
+            });
+            // A destructor of another thread-local may call after this thread's streams have gone.
+            stream.map_err(|_| INVALID_HANDLE)
         }
         other => system::lock().handles.get(&other).copied().ok_or(INVALID_HANDLE),
     }
@@ -104,7 +107,7 @@ pub unsafe extern "C" fn cuStreamQuery(stream: CUstream) -> c_uint {
     call("cuStreamQuery", || {
         let id = resolve(stream)?;
         let system = system::lock();
-        system.sound(system.streams.get(&id).ok_or(INVALID_HANDLE)?.context)?;
+        system.sound_stream(id)?;
         if system.all_done(id) { Ok(()) } else { Err(NOT_READY) }
     })
 }
@@ -316,6 +319,6 @@ pub unsafe extern "C" fn cuStreamBatchMemOp_v2(
             };
             works.push(memory_operation(op.address, wide, op.value, wait)?);
         }
-        works.into_iter().try_for_each(|work| system::submit(id, work, Vec::new(), None))
+        system::submit_all(id, works)
     })
 }

@@ -6,8 +6,10 @@
 //!
 //! All state is under one lock, [`SYSTEM`]. Nothing foreign runs under it: copies and host functions run without.
 
+use std::alloc::Layout;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 use std::ffi::c_void;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
@@ -27,6 +29,7 @@ pub(crate) const INVALID_HANDLE: u32 = 400;
 pub(crate) const ILLEGAL_STATE: u32 = 401;
 pub(crate) const NOT_FOUND: u32 = 500;
 pub(crate) const NOT_READY: u32 = 600;
+pub(crate) const CONTEXT_IS_DESTROYED: u32 = 709;
 pub(crate) const NOT_PERMITTED: u32 = 800;
 pub(crate) const NOT_SUPPORTED: u32 = 801;
 
@@ -161,12 +164,48 @@ pub(crate) enum MemoryKind {
     Managed,
 }
 
-/// An allocation. Its bytes are on the host's heap.
+/// The bytes of an allocation, on the host's heap, zeroed, and aligned as device memory is.
+pub(crate) struct Block {
+    base: NonNull<u8>,
+    layout: Layout,
+}
+
+// SAFETY: the block is owned, and nothing is read or written through this type.
+unsafe impl Send for Block {}
+
+impl Block {
+    /// What the real driver aligns allocations to, at least.
+    const ALIGNMENT: usize = 256;
+
+    /// Room for `size` bytes, which is not 0; `None` when the host has not got it.
+    pub(crate) fn new(size: usize) -> Option<Block> {
+        // With room to align by hand: the heap gives zeroed pages that cost nothing until they are touched only for
+        // its own alignment.
+        let layout = Layout::from_size_align(size.checked_add(Block::ALIGNMENT)?, align_of::<u128>()).ok()?;
+        // SAFETY: the size is not 0.
+        let base = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) })?;
+        Some(Block { base, layout })
+    }
+
+    pub(crate) fn address(&self) -> u64 {
+        (self.base.as_ptr().expose_provenance().next_multiple_of(Block::ALIGNMENT)) as u64
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout, and this is the owner.
+        unsafe { std::alloc::dealloc(self.base.as_ptr(), self.layout) };
+    }
+}
+
+/// An allocation.
 pub(crate) struct Allocation {
     pub(crate) context: usize,
     pub(crate) kind: MemoryKind,
-    pub(crate) bytes: Box<[u128]>,
     pub(crate) len: usize,
+    /// Freed with the allocation.
+    pub(crate) _block: Block,
     /// Managed memory: the kind of association it was made with, and the one that it has.
     pub(crate) attached_at_first: u32,
     pub(crate) attached: (u32, u64),
@@ -274,12 +313,24 @@ impl System {
         self.contexts.insert(handle, context);
     }
 
-    /// The code of the fault that the context has, as an error.
+    /// The code of the fault that the context has, as an error. A primary context that nobody retains is gone.
     pub(crate) fn sound(&self, context: usize) -> Answer {
         match self.contexts.get(&context) {
+            Some(state) if state.retained == 0 => Err(CONTEXT_IS_DESTROYED),
             Some(state) => state.fault.map_or(Ok(()), Err),
             None => Err(INVALID_CONTEXT),
         }
+    }
+
+    /// As [`System::sound`], for the context of a stream.
+    pub(crate) fn sound_stream(&self, stream: u64) -> Answer {
+        self.sound(self.streams.get(&stream).ok_or(INVALID_HANDLE)?.context)
+    }
+
+    /// The allocation that has the byte at `address`, with its own address.
+    pub(crate) fn allocation_at(&self, address: u64) -> Option<(u64, &Allocation)> {
+        let (&base, allocation) = self.memory.range(..=address).next_back()?;
+        (address - base < allocation.len as u64).then_some((base, allocation))
     }
 
     /// The place at the end of a stream's queue; `None` if nothing is pending.
@@ -424,12 +475,24 @@ impl System {
     }
 }
 
-/// Appends an operation to a stream: the one place where work is given to a stream.
+/// Appends an operation to a stream: the one way in which work is given to a stream.
 ///
 /// Blocks while the stream's queue of device work is full. `place` is reached when the operation is done.
-pub(crate) fn submit(stream: u64, work: Work, mut after: Vec<Arc<Place>>, place: Option<Arc<Place>>) -> Answer {
+pub(crate) fn submit(stream: u64, work: Work, after: Vec<Arc<Place>>, place: Option<Arc<Place>>) -> Answer {
     let context = lock().streams.get(&stream).ok_or(INVALID_HANDLE)?.context;
     let _submission = submission(context);
+    append(stream, context, work, after, place)
+}
+
+/// As [`submit`], for operations that nothing comes between.
+pub(crate) fn submit_all(stream: u64, works: Vec<Work>) -> Answer {
+    let context = lock().streams.get(&stream).ok_or(INVALID_HANDLE)?.context;
+    let _submission = submission(context);
+    works.into_iter().try_for_each(|work| append(stream, context, work, Vec::new(), None))
+}
+
+/// The caller holds the submission lock of `context`.
+fn append(stream: u64, context: usize, work: Work, mut after: Vec<Arc<Place>>, place: Option<Arc<Place>>) -> Answer {
     let mut system = lock();
     system.sound(context)?;
     if work.is_device_work() {

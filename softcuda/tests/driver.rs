@@ -6,6 +6,7 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr::{null, null_mut};
+use std::sync::Once;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
@@ -16,8 +17,12 @@ use softcuda::*;
 const LEGACY: CUstream = 1 as CUstream;
 const PER_THREAD: CUstream = 2 as CUstream;
 
-/// Makes the context of `device` current on this thread. Tests that lose their context use a device of their own.
+/// Makes the context of `device` current on this thread. Each test has a device of its own: a thread that frees makes
+/// all others that use the context wait, until everything that any test holds up is done.
 fn context(device: c_int) -> CUcontext {
+    static DEVICES: Once = Once::new();
+    // Before the driver reads it, which it does when it is first asked for a device.
+    DEVICES.call_once(|| unsafe { std::env::set_var("RSTREAM_SOFT_DEVICES", "16") });
     let mut context = null_mut();
     unsafe {
         assert_eq!(cuInit(0), 0);
@@ -122,7 +127,7 @@ fn bad_arguments_have_the_drivers_codes() {
 
 #[test]
 fn priorities_are_clamped_and_default_streams_describe_themselves() {
-    context(0);
+    context(1);
     let (mut out, mut priority) = (null_mut(), 99);
     for (asked, got) in [(100, 0), (-100, -5), (-3, -3)] {
         unsafe {
@@ -140,7 +145,7 @@ fn priorities_are_clamped_and_default_streams_describe_themselves() {
     assert_ne!(id(PER_THREAD), id(LEGACY));
     let here = id(PER_THREAD);
     let there = thread::spawn(move || {
-        context(0);
+        context(1);
         let mut id = 0;
         assert_eq!(unsafe { cuStreamGetId(PER_THREAD, &raw mut id) }, 0);
         id
@@ -161,7 +166,7 @@ fn without_a_current_context_calls_answer_201() {
 
 #[test]
 fn one_callback_thread_serves_all_streams_of_a_context() {
-    context(0);
+    context(3);
     let (a, b) = (stream(1), stream(1));
     let (go, started) = blocker(a);
     started.recv().unwrap();
@@ -193,7 +198,7 @@ fn some_calls_are_refused_inside_a_callback_and_some_are_not() {
             ]);
         }
     }
-    context(0);
+    context(4);
     let s = stream(1);
     let mut codes: Vec<u32> = Vec::new();
     unsafe {
@@ -205,7 +210,7 @@ fn some_calls_are_refused_inside_a_callback_and_some_are_not() {
 
 #[test]
 fn a_destroyed_stream_still_runs_what_it_has() {
-    context(0);
+    context(5);
     let s = stream(1);
     let gate = Gate::on(s);
     let ran = AtomicU32::new(0);
@@ -224,9 +229,8 @@ fn a_destroyed_stream_still_runs_what_it_has() {
 
 #[test]
 fn the_legacy_stream_and_blocking_streams_wait_for_each_other() {
-    // On a device of its own, so that no other test's work counts.
     thread::spawn(|| {
-        context(1);
+        context(6);
         let (blocking, free) = (stream(0), stream(1));
         let gate = Gate::on(blocking);
         let e = event(2);
@@ -251,7 +255,7 @@ fn the_legacy_stream_and_blocking_streams_wait_for_each_other() {
 
 #[test]
 fn events_follow_their_records() {
-    context(0);
+    context(7);
     let (s, e, timed) = (stream(1), event(2), [event(0), event(0)]);
     let mut milliseconds = 0.0;
     unsafe {
@@ -274,7 +278,7 @@ fn events_follow_their_records() {
 
 #[test]
 fn copies_and_fills_move_bytes_and_check_their_ranges() {
-    context(0);
+    context(8);
     let s = stream(1);
     let host = pinned(1000);
     let (mut device, mut managed) = (0, 0);
@@ -302,10 +306,10 @@ fn copies_and_fills_move_bytes_and_check_their_ranges() {
         let mut target = [0_u8; 10];
         assert_eq!(cuMemcpyAsync(target.as_mut_ptr() as u64, device, 10, s), 0);
         assert_eq!(target, [5; 10]);
-        let (mut kind, mut ordinal) = (0, 9);
+        let (mut kind, mut ordinal) = (0, 99);
         assert_eq!(cuPointerGetAttribute((&raw mut kind).cast(), 2, device), 0);
         assert_eq!(cuPointerGetAttribute((&raw mut ordinal).cast(), 9, managed), 0);
-        assert_eq!((kind, ordinal), (2, 0));
+        assert_eq!((kind, ordinal), (2, 8));
         assert_eq!(cuPointerGetAttribute((&raw mut kind).cast(), 2, target.as_ptr() as u64), 1);
         assert_eq!(cuMemFree_v2(device), 0);
         assert_eq!(cuMemFree_v2(device), 1);
@@ -317,7 +321,7 @@ fn copies_and_fills_move_bytes_and_check_their_ranges() {
 
 #[test]
 fn freeing_waits_for_pending_work() {
-    context(0);
+    context(9);
     let s = stream(1);
     let gate = Gate::on(s);
     let mut device = 0;
@@ -325,7 +329,7 @@ fn freeing_waits_for_pending_work() {
     unsafe { assert_eq!(cuMemsetD8Async(device, 1, 1 << 20, s), 0) };
     let (freed, told) = channel();
     let thread = thread::spawn(move || {
-        context(0);
+        context(9);
         assert_eq!(unsafe { cuMemFree_v2(device) }, 0);
         freed.send(()).unwrap();
     });
@@ -338,7 +342,7 @@ fn freeing_waits_for_pending_work() {
 #[test]
 fn attach_has_its_rules() {
     const SINGLE: c_uint = 4;
-    context(0);
+    context(10);
     let (s, host) = (stream(1), pinned(4096));
     let (mut managed, mut device) = (0, 0);
     unsafe {
@@ -367,7 +371,7 @@ fn attach_has_its_rules() {
 
 #[test]
 fn memory_operations_write_and_wait() {
-    context(0);
+    context(11);
     let (a, b) = (stream(1), stream(1));
     let words = pinned(64);
     let address = words as u64;
@@ -403,7 +407,7 @@ fn memory_operations_write_and_wait() {
 #[test]
 fn many_host_functions_are_accepted_behind_a_blocked_one() {
     const MANY: u32 = 200_000;
-    context(0);
+    context(12);
     let s = stream(1);
     let (go, started) = blocker(s);
     started.recv().unwrap();

@@ -17,6 +17,12 @@ fn an_injected_failure_strikes_once_and_a_destroyed_context_answers_709() {
         assert_eq!(cuStreamCreate(&mut null_mut(), 1), 2);
         assert_eq!(cuStreamCreate(&mut null_mut(), 1), 0);
         assert!(!control::clear(id));
+        // Each counts for itself, and two that are due at once strike one after the other.
+        for (code, nth) in [(2, 3), (3, 1), (4, 1)] {
+            control::inject("cuEventCreate", code, nth);
+        }
+        let codes = [(); 4].map(|()| cuEventCreate(&mut null_mut(), 0));
+        assert_eq!(codes, [3, 4, 2, 0]);
         let id = control::inject("cuStreamQuery", 719, 1);
         assert!(control::clear(id));
         assert_eq!(cuStreamQuery(stream), 0);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use pyo3::exceptions::PyBaseException;
+use pyo3::exceptions::{PyBaseException, PyException, PyTypeError};
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -12,9 +12,9 @@ use pyo3::types::PyTuple;
 use super::errors::{PyResultExt as _, exception};
 use super::worker::{Outcome, status_object};
 use super::{gate, interruptibly, timeout};
-use crate::completion::Completion;
+use crate::completion::{Completion, HookId};
 use crate::error::{Error, Result};
-use crate::executor;
+use crate::executor::CONTINUATIONS;
 
 /// The two things that a completion of the core can carry for Python.
 enum Inner {
@@ -43,7 +43,7 @@ impl Inner {
         }
     }
 
-    fn on_done(&self, hook: impl FnOnce() + Send + 'static) {
+    fn on_done(&self, hook: impl FnOnce() + Send + 'static) -> Option<HookId> {
         match self {
             Inner::Call(completion) => completion.on_done(hook),
             Inner::Notice(completion) => completion.on_done(hook),
@@ -136,10 +136,10 @@ impl Drop for CompletionPy {
         if self.retrieved.load(Ordering::Relaxed) {
             return;
         }
-        let inner = Arc::clone(&self.inner);
+        let inner = gate::Buried::new(Arc::clone(&self.inner));
         self.inner.on_done(move || {
             if inner.is_failure() {
-                executor::submit(strand(), move || {
+                CONTINUATIONS.submit(strand(), move || {
                     gate::enter(|py| inner.report(py));
                 });
             }
@@ -205,36 +205,46 @@ impl CompletionPy {
     }
 
     fn add_done_callback(slf: &Bound<'_, Self>, function: &Bound<'_, PyAny>) -> PyResult<()> {
+        CompletionPy::_add_waiter(slf, function).map(drop)
+    }
+
+    /// `add_done_callback`; the number that is returned takes it back. `None`: it was called.
+    fn _add_waiter(slf: &Bound<'_, Self>, function: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
         let py = slf.py();
         if !function.is_callable() {
-            let text = format!("{} is not callable", function.repr()?);
-            return Err(pyo3::exceptions::PyTypeError::new_err(text));
+            return Err(PyTypeError::new_err(format!("{} is not callable", function.repr()?)));
         }
         let inner = Arc::clone(&slf.get().inner);
         if inner.is_done() {
-            if let Err(error) = function.call1((slf,)) {
-                error.write_unraisable(py, Some(function));
+            match function.call1((slf,)) {
+                // What is no error of the function's, such as Ctrl-C, is its caller's.
+                Err(error) if !error.is_instance_of::<PyException>(py) => return Err(error),
+                Err(error) => error.write_unraisable(py, Some(function)),
+                Ok(_) => {}
             }
-            return Ok(());
+            return Ok(None);
         }
         gate::refuse_forked()?;
         if gate::is_closed() {
             // Nobody would be told any more: better an error than a wait without end.
             return Err(exception(py, &Error::Shutdown));
         }
-        let (completion, function) = (slf.clone().unbind(), function.clone().unbind());
-        py.detach(|| {
+        let both = gate::Buried::new((slf.clone().unbind(), function.clone().unbind()));
+        let id = py.detach(|| {
             inner.on_done(move || {
-                executor::submit(strand(), move || {
-                    gate::enter(move |py| {
-                        tell(py, &completion, &function);
-                        // Let go of while attached: dropped later, they would live until somebody attaches again.
-                        drop((completion, function));
-                    });
+                CONTINUATIONS.submit(strand(), move || {
+                    gate::enter(|py| tell(py, &both.0, &both.1));
                 });
-            });
+            })
         });
-        Ok(())
+        Ok(id.map(HookId::number))
+    }
+
+    fn _remove_waiter(&self, py: Python<'_>, number: u64) {
+        py.detach(|| match &*self.inner {
+            Inner::Call(completion) => completion.remove_hook(HookId::from_number(number)),
+            Inner::Notice(completion) => completion.remove_hook(HookId::from_number(number)),
+        });
     }
 
     fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
@@ -277,7 +287,7 @@ impl CompletionPy {
     }
 
     fn __reduce__(&self) -> PyResult<()> {
-        Err(pyo3::exceptions::PyTypeError::new_err("a Completion belongs to this process and cannot be pickled"))
+        Err(PyTypeError::new_err("a Completion belongs to this process and cannot be pickled"))
     }
 }
 

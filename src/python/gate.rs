@@ -20,6 +20,9 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
+use crate::completion::INTERRUPT_CHECK;
+use crate::executor::CONTINUATIONS;
+
 static CLOSED: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
 /// Threads between asking for entry and having the GIL.
@@ -100,6 +103,69 @@ pub(super) fn enter<R>(f: impl FnOnce(Python<'_>) -> R) -> Option<R> {
     })
 }
 
+/// Something of Python's that is dropped on a worker that is attached, wherever it is let go of. Dropped detached, PyO3
+/// would keep it until somebody attaches again, which may be long after.
+pub(super) struct Buried<T: Send + 'static>(Option<T>);
+
+thread_local! {
+    static IN_PLACE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Drops `value`, and what is [`Buried`] in it, here: this thread is attached.
+pub(super) fn drop_attached<T>(_attached: Python<'_>, value: T) {
+    let before = IN_PLACE.replace(true);
+    drop(value);
+    IN_PLACE.set(before);
+}
+
+static GRAVE: Mutex<Vec<Box<dyn Send>>> = Mutex::new(Vec::new());
+
+fn grave() -> MutexGuard<'static, Vec<Box<dyn Send>>> {
+    GRAVE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<T: Send + 'static> Buried<T> {
+    pub(super) fn new(value: T) -> Buried<T> {
+        Buried(Some(value))
+    }
+
+    /// Takes it back, to be dropped by the caller, who is attached.
+    pub(super) fn into_inner(mut self, _attached: Python<'_>) -> T {
+        self.0.take().expect("taken by this call and by the drop only")
+    }
+}
+
+impl<T: Send + 'static> std::ops::Deref for Buried<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        self.0.as_ref().expect("taken by the drop only")
+    }
+}
+
+impl<T: Send + 'static> Drop for Buried<T> {
+    fn drop(&mut self) {
+        /// The key of the strand that buries; streams' ids are far from it.
+        const STRAND: u64 = 1 << 61;
+        let Some(value) = self.0.take() else { return };
+        if IN_PLACE.get() {
+            return drop(value);
+        }
+        let mut waiting = grave();
+        waiting.push(Box::new(value));
+        if waiting.len() == 1 {
+            drop(waiting);
+            // One entry for all that comes until it has the GIL.
+            CONTINUATIONS.submit(STRAND, || {
+                enter(|_py| {
+                    let dead = std::mem::take(&mut *grave());
+                    drop(dead);
+                });
+            });
+        }
+    }
+}
+
 /// Whether no thread of rstream's enters any more.
 pub(super) fn is_closed() -> bool {
     CLOSED.load(Ordering::Acquire)
@@ -172,28 +238,42 @@ pub(super) fn _after_fork() {
     CLOSED.store(true, Ordering::Release);
 }
 
-/// For `atexit`: waits up to `seconds` for accepted host code, then closes the gate. Returns how many were left.
+/// For `atexit`: waits up to `seconds` for accepted host code, then closes the gate. Returns how many were left. Ctrl-C
+/// ends the wait.
 #[pyfunction]
-pub(super) fn _at_exit(py: Python<'_>, seconds: f64) -> usize {
+pub(super) fn _at_exit(py: Python<'_>, seconds: f64) -> PyResult<usize> {
     if FORKED.load(Ordering::Relaxed) {
-        return 0;
+        return Ok(0);
     }
-    py.detach(|| {
-        let limit = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::ZERO);
-        let started = Instant::now();
+    let started = Instant::now();
+    // More than a Duration holds is as good as no limit.
+    let limit = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
+    let waited = super::interruptibly(py, |interrupted| {
         let mut guard = owed();
         while *guard > 0 && started.elapsed() < limit {
-            let left = limit.saturating_sub(started.elapsed());
-            guard = CHANGED.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0;
+            let slice = INTERRUPT_CHECK.min(limit.saturating_sub(started.elapsed()));
+            guard = CHANGED.wait_timeout(guard, slice).unwrap_or_else(PoisonError::into_inner).0;
+            if *guard > 0 {
+                drop(guard);
+                if interrupted() {
+                    return Err(crate::Error::Interrupted);
+                }
+                guard = owed();
+            }
         }
-        let left = *guard;
+        Ok(())
+    });
+    let left = py.detach(|| {
+        let guard = owed();
         CLOSED.store(true, Ordering::Release);
         CHANGED.notify_all();
+        let left = *guard;
         drop(guard);
         // Who was let in before needs the GIL, which is free now.
         while ENTERING.load(Ordering::Acquire) > 0 {
             thread::yield_now();
         }
         left
-    })
+    });
+    waited.map(|()| left)
 }

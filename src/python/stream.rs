@@ -14,6 +14,7 @@ use super::completion::CompletionPy;
 use super::device::{DevicePy, device_or_default};
 use super::errors::{PyResultExt as _, exception};
 use super::event::{EventPy, python_bool};
+use super::gate::{Buried, drop_attached};
 use super::memory::MemoryPy;
 use super::worker::{Job, Outcome};
 use super::{call_interruptibly, timeout};
@@ -87,7 +88,7 @@ impl StreamPy {
         match queued {
             Ok(Ok(completion)) => Ok(CompletionPy::call(completion)),
             Ok(Err(Refused { error, returned })) => {
-                drop(returned);
+                drop_attached(py, returned);
                 Err(exception(py, &error))
             }
             Err(error) => Err(exception(py, &error)),
@@ -103,9 +104,11 @@ impl StreamPy {
         py: Python<'_>,
         device: Option<&Bound<'_, PyAny>>,
         non_blocking: bool,
-        priority: i32,
+        priority: i64,
         signal: &str,
     ) -> PyResult<StreamPy> {
+        // The driver clamps; this only makes the number fit its int.
+        let priority = i32::try_from(priority).unwrap_or(if priority < 0 { i32::MIN } else { i32::MAX });
         let signal = match signal {
             "auto" => Ok(Signal::Auto),
             "driver" => Ok(Signal::Driver),
@@ -250,41 +253,41 @@ impl StreamPy {
         Ok(event)
     }
 
-    #[pyo3(signature = (fn_, /, *args, **kwargs))]
+    #[pyo3(signature = (r#fn, /, *args, **kwargs))]
     fn add_callback(
         &self,
         py: Python<'_>,
-        fn_: &Bound<'_, PyAny>,
+        r#fn: &Bound<'_, PyAny>,
         args: &Bound<'_, PyTuple>,
         kwargs: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<CompletionPy> {
-        let (job, device) = (Job::new(fn_, args, kwargs)?, self.0.device());
+        let (job, device) = (Job::new(r#fn, args, kwargs)?, self.0.device());
         self.queue(py, move |api, stream| {
             stream.add_callback(api, move |status: Status| job.run_ordered(device, Some(status)))
         })
     }
 
-    #[pyo3(signature = (fn_, /, *args, **kwargs))]
+    #[pyo3(signature = (r#fn, /, *args, **kwargs))]
     fn launch_host_func(
         &self,
         py: Python<'_>,
-        fn_: &Bound<'_, PyAny>,
+        r#fn: &Bound<'_, PyAny>,
         args: &Bound<'_, PyTuple>,
         kwargs: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<CompletionPy> {
-        let (job, device) = (Job::new(fn_, args, kwargs)?, self.0.device());
+        let (job, device) = (Job::new(r#fn, args, kwargs)?, self.0.device());
         self.queue(py, move |api, stream| stream.launch_host_func(api, move || job.run_ordered(device, None)))
     }
 
-    #[pyo3(signature = (fn_, /, *args, **kwargs))]
+    #[pyo3(signature = (r#fn, /, *args, **kwargs))]
     fn then(
         &self,
         py: Python<'_>,
-        fn_: &Bound<'_, PyAny>,
+        r#fn: &Bound<'_, PyAny>,
         args: &Bound<'_, PyTuple>,
         kwargs: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<CompletionPy> {
-        let job = Job::new(fn_, args, kwargs)?;
+        let job = Job::new(r#fn, args, kwargs)?;
         self.queue(py, move |api, stream| stream.then(api, move |_api: &Api<'_>| job.run_free()))
     }
 
@@ -313,7 +316,7 @@ impl StreamPy {
         call(py, move |api| {
             // SAFETY: both are contiguous memory of that size, and kept alive by references to their owners. Who else
             // reads or writes them meanwhile is the caller's concern, as documented, like for any asynchronous copy.
-            unsafe { stream.copy_raw(api, to.address, from.address, to.bytes, (to.keep, from.keep)) }
+            unsafe { stream.copy_raw(api, to.address, from.address, to.bytes, Buried::new((to.keep, from.keep))) }
         })
     }
 
@@ -335,7 +338,7 @@ impl StreamPy {
         let stream = &slf.get().0;
         let count = to.bytes / pattern.len();
         // SAFETY: as in `copy`.
-        call(py, move |api| unsafe { stream.fill_raw(api, to.address, pattern, count, to.keep) })
+        call(py, move |api| unsafe { stream.fill_raw(api, to.address, pattern, count, Buried::new(to.keep)) })
     }
 
     fn close(&self) {

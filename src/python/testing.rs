@@ -11,6 +11,10 @@ use super::stream::StreamPy;
 use crate::error::Error;
 use crate::testing::{self, Hold, Injection};
 
+fn number(name: &str, value: i64) -> crate::Result<u32> {
+    u32::try_from(value).map_err(|_| Error::invalid(format!("{name}={value}: expected 0 to {}", u32::MAX)))
+}
+
 #[pyfunction]
 pub(super) fn spin(py: Python<'_>, stream: &StreamPy, microseconds: f64) -> PyResult<()> {
     let bad = |_| Error::invalid(format!("microseconds={microseconds}: expected at least 0"));
@@ -20,7 +24,8 @@ pub(super) fn spin(py: Python<'_>, stream: &StreamPy, microseconds: f64) -> PyRe
 
 #[pyfunction]
 #[pyo3(signature = (stream, code=700))]
-pub(super) fn fault(py: Python<'_>, stream: &StreamPy, code: u32) -> PyResult<()> {
+pub(super) fn fault(py: Python<'_>, stream: &StreamPy, code: i64) -> PyResult<()> {
+    let code = number("code", code).py(py)?;
     call(py, |api| testing::fault(api, &stream.0, code))
 }
 
@@ -50,7 +55,8 @@ impl HoldPy {
 
 #[pyfunction]
 #[pyo3(signature = (function, code, nth=1))]
-pub(super) fn inject(py: Python<'_>, function: &str, code: u32, nth: u32) -> PyResult<InjectionPy> {
+pub(super) fn inject(py: Python<'_>, function: &str, code: i64, nth: i64) -> PyResult<InjectionPy> {
+    let (code, nth) = (number("code", code).py(py)?, number("nth", nth).py(py)?);
     testing::inject(function, code, nth).map(|injection| InjectionPy(Mutex::new(Some(injection)))).py(py)
 }
 

@@ -12,11 +12,11 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 
-use super::gate::{self, Debt, Slot};
+use super::gate::{self, Buried, Debt, Slot};
 use crate::api::callback_scope;
 use crate::device::Device;
 use crate::error::Status;
-use crate::executor;
+use crate::executor::CALLBACKS;
 
 static RAISED: AtomicU64 = AtomicU64::new(0);
 
@@ -36,10 +36,14 @@ pub(super) enum Outcome {
 
 /// A callable with its arguments.
 pub(super) struct Job {
+    call: Buried<Call>,
+    debt: Debt,
+}
+
+struct Call {
     function: Py<PyAny>,
     args: Py<PyTuple>,
     kwargs: Option<Py<PyDict>>,
-    debt: Debt,
 }
 
 impl Job {
@@ -51,21 +55,22 @@ impl Job {
         if !function.is_callable() {
             return Err(PyTypeError::new_err(format!("{} is not callable", function.repr()?)));
         }
-        Ok(Job {
+        let call = Buried::new(Call {
             function: function.clone().unbind(),
             args: args.clone().unbind(),
             kwargs: kwargs.map(|kwargs| kwargs.clone().unbind()),
-            debt: Debt::new(),
-        })
+        });
+        Ok(Job { call, debt: Debt::new() })
     }
 
     /// Calls the callable on this thread, one of rstream's, with `status` as the first argument if there is one.
     fn run(self, status: Option<Status>) -> Outcome {
-        let Job { function, args, kwargs, debt } = self;
+        let Job { call, debt } = self;
         let called = gate::enter(move |py| {
-            let outcome = call(py, &function, &args, kwargs.as_ref(), status);
             // Let go of here, attached, so that what the callable holds is freed before its result can be seen.
-            drop((function, args, kwargs));
+            let call = call.into_inner(py);
+            let outcome = call.run(py, status);
+            drop(call);
             match outcome {
                 Ok(value) => Outcome::Returned(value),
                 Err(error) => {
@@ -85,34 +90,30 @@ impl Job {
 
     /// Has a worker run the callable as a callback, and waits for it. Called on the callback thread of `device`.
     pub(super) fn run_ordered(self, device: Device, status: Option<Status>) -> Outcome {
-        // The driver has one callback thread per context, so at most one job is in a strand of this kind; ids of streams
-        // are far from these keys.
-        let strand = u64::MAX - u64::from(device.ordinal()) * 2 - u64::from(device.is_software());
+        // The driver has one callback thread per context, so at most one job is in a strand.
+        let strand = u64::from(device.ordinal()) * 2 + u64::from(device.is_software());
         let slot = Arc::new(Slot::new());
         let result = Arc::clone(&slot);
-        executor::submit(strand, move || result.put(callback_scope(|| self.run(status))));
+        CALLBACKS.submit(strand, move || result.put(callback_scope(|| self.run(status))));
         slot.wait().unwrap_or(Outcome::Shutdown)
     }
 }
 
-fn call(
-    py: Python<'_>,
-    function: &Py<PyAny>,
-    args: &Py<PyTuple>,
-    kwargs: Option<&Py<PyDict>>,
-    status: Option<Status>,
-) -> PyResult<Py<PyAny>> {
-    let args = args.bind(py);
-    let with_status;
-    let args = match status {
-        Some(status) => {
-            let first = [status_object(py, status)?];
-            with_status = PyTuple::new(py, first.into_iter().chain(args.iter()).collect::<Vec<_>>())?;
-            &with_status
-        }
-        None => args,
-    };
-    gate::call(function.bind(py), args, kwargs.map(|kwargs| kwargs.bind(py))).map(Bound::unbind)
+impl Call {
+    fn run(&self, py: Python<'_>, status: Option<Status>) -> PyResult<Py<PyAny>> {
+        let args = self.args.bind(py);
+        let with_status;
+        let args = match status {
+            Some(status) => {
+                let first = [status_object(py, status)?];
+                with_status = PyTuple::new(py, first.into_iter().chain(args.iter()).collect::<Vec<_>>())?;
+                &with_status
+            }
+            None => args,
+        };
+        let kwargs = self.kwargs.as_ref().map(|kwargs| kwargs.bind(py));
+        gate::call(self.function.bind(py), args, kwargs).map(Bound::unbind)
+    }
 }
 
 /// An `rstream.Status`.
