@@ -37,6 +37,7 @@ fn behind_a_fault_callbacks_run_once_with_the_status_and_nothing_else_runs() {
 
         assert_eq!(callback.into_result(None)?.0, fault);
         let not_run = Error::Fault { status: fault };
+        function.wait_done(None, &mut || false)?;
         assert_eq!(function.status(), Some(fault));
         assert_eq!(function.into_result(None), Err(not_run.clone()));
         assert_eq!(continuation.into_result(None), Err(not_run.clone()));
