@@ -29,6 +29,7 @@
 //! | --- | --- |
 //! | [`api`] | the token, and which thread may call |
 //! | [`device`], [`stream`], [`event`], [`memory`] | the objects |
+//! | [`attributes`] | typed attributes of streams |
 //! | [`callback`] | the three kinds of host code |
 //! | [`completion`] | their results: blocking, as a `Future`, with hooks |
 //! | [`executor`] | worker threads: in order per strand, without one strand holding up another |
@@ -37,6 +38,7 @@
 //! | [`testing`] | device work and faults on demand |
 
 pub mod api;
+pub mod attributes;
 pub mod callback;
 pub mod completion;
 pub mod device;
@@ -58,6 +60,7 @@ mod python;
 struct Readme;
 
 pub use api::Api;
+pub use attributes::{AccessPolicyWindow, AccessProperty, MemSyncDomain, MemSyncDomainMap, SynchronizationPolicy};
 pub use completion::Completion;
 pub use device::Device;
 pub use error::{Error, Refused, Result, Status};

@@ -4,6 +4,7 @@ use std::any::Any;
 use std::ffi::{c_int, c_uint};
 use std::hash::{Hash, Hasher};
 use std::ptr;
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
@@ -83,7 +84,8 @@ struct Inner {
     address: usize,
     id: u64,
     non_blocking: bool,
-    priority: i32,
+    /// As the driver clamped it; follows the attribute when that is set here.
+    priority: AtomicI32,
     context: usize,
     green_context: Option<usize>,
     pending: Arc<Pending>,
@@ -119,14 +121,14 @@ impl std::fmt::Debug for Stream {
         f.debug_struct("Stream")
             .field("id", &self.inner.id)
             .field("device", &self.inner.device)
-            .field("priority", &self.inner.priority)
+            .field("priority", &self.priority())
             .field("non_blocking", &self.inner.non_blocking)
             .field("closed", &self.is_closed())
             .finish_non_exhaustive()
     }
 }
 
-/// A stream that can be given work: alive, used on the right thread, not capturing, its context current.
+/// A stream that can be used: alive, on the right thread, its context current; from [`Stream::ready`], not capturing.
 pub(crate) struct Ready<'a> {
     raw: Arc<RawStream>,
     id: u64,
@@ -254,7 +256,7 @@ impl Stream {
                 address: handle as usize,
                 id,
                 non_blocking: flags & 1 != 0,
-                priority,
+                priority: AtomicI32::new(priority),
                 context: context as usize,
                 green_context: (!green.is_null()).then_some(green as usize),
                 pending: Arc::default(),
@@ -276,9 +278,15 @@ impl Stream {
 
     /// The stream, ready to be given work.
     pub(crate) fn ready<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
+        let ready = self.alive(api)?;
+        refuse_capture(ready.raw.device, ready.raw.handle, "do this", "End the capture first")?;
+        Ok(ready)
+    }
+
+    /// The stream, for calls that are allowed while it captures.
+    pub(crate) fn alive<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
         let raw = self.raw()?;
         let bound = self.inner.device.bind(api)?;
-        refuse_capture(raw.device, raw.handle, "do this", "End the capture first")?;
         Ok(Ready { raw, id: self.inner.id, _bound: bound })
     }
 
@@ -305,7 +313,11 @@ impl Stream {
     /// Its priority, as the driver clamped it (`cuStreamGetPriority`).
     #[must_use]
     pub fn priority(&self) -> i32 {
-        self.inner.priority
+        self.inner.priority.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn priority_changed(&self, priority: i32) {
+        self.inner.priority.store(priority, Ordering::Relaxed);
     }
 
     /// Whether it does not synchronize with the legacy default stream (`cuStreamGetFlags`).

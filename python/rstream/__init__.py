@@ -14,7 +14,8 @@ import os
 
 from rstream import _core, testing
 from rstream._arrays import DeviceArray, ManagedArray, PinnedArray, device_empty, managed_empty, pinned_empty
-from rstream._core import Completion, Device, Event, Stream, default_device, devices, stats
+from rstream._attributes import AccessPolicyWindow
+from rstream._core import Completion, Device, Event, Stream, StreamAttributes, default_device, devices, stats
 from rstream._errors import (
     CapturedEventError,
     CaptureError,
@@ -46,6 +47,7 @@ from rstream._waiting import DoneAndNotDone, as_completed, wait
 __version__: str = _core.__version__
 
 __all__ = [
+    "AccessPolicyWindow",
     "CaptureError",
     "CaptureImplicitError",
     "CaptureInvalidatedError",
@@ -77,6 +79,7 @@ __all__ = [
     "ShutdownError",
     "Status",
     "Stream",
+    "StreamAttributes",
     "WaitTimeoutError",
     "as_completed",
     "default_device",

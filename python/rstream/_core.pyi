@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, Protocol, TypeVar, final
 
+from rstream._attributes import AccessPolicyWindow
 from rstream._status import Status
 
 _T = TypeVar("_T")
@@ -22,6 +23,7 @@ __all__ = [
     "Injection",
     "Memory",
     "Stream",
+    "StreamAttributes",
     "__version__",
     "_after_fork",
     "_at_exit",
@@ -196,6 +198,16 @@ class Stream:
         """How the host is told that a point was reached; never `"auto"`."""
 
     @property
+    def attributes(self) -> StreamAttributes:
+        """Its attributes, to be read and set (`cuStreamGetAttribute`, `cuStreamSetAttribute`)."""
+
+    def copy_attributes(self, from_stream: Stream) -> None:
+        """Take over all attributes of another stream, its priority included (`cuStreamCopyAttributes`).
+
+        Raises `InvalidValueError` for a stream of another device.
+        """
+
+    @property
     def closed(self) -> bool:
         """Whether it was closed."""
 
@@ -284,6 +296,47 @@ class Stream:
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def __reduce__(self) -> Any: ...
+
+@final
+class StreamAttributes:
+    """The attributes of a stream.
+
+    Each read and each assignment is a call of the driver, allowed while the stream captures. An attribute acts on work that is queued after it was set. A bad value raises `InvalidValueError` before the call.
+    """
+
+    @property
+    def synchronization_policy(self) -> Literal["auto", "spin", "yield", "blocking_sync"] | None:
+        """How other libraries' threads wait for the stream in the driver; `None` if it was never set."""
+
+    @synchronization_policy.setter
+    def synchronization_policy(self, policy: Literal["auto", "spin", "yield", "blocking_sync"]) -> None: ...
+    @property
+    def priority(self) -> int:
+        """The priority of work; the driver clamps it to `device.priority_range`."""
+
+    @priority.setter
+    def priority(self, priority: int) -> None: ...
+    @property
+    def mem_sync_domain(self) -> Literal["default", "remote"]:
+        """The memory synchronization domain."""
+
+    @mem_sync_domain.setter
+    def mem_sync_domain(self, domain: Literal["default", "remote"]) -> None: ...
+    @property
+    def mem_sync_domain_map(self) -> tuple[int, int]:
+        """The physical domains of `"default"` and `"remote"`, each below the device's `mem_sync_domain_count`."""
+
+    @mem_sync_domain_map.setter
+    def mem_sync_domain_map(self, map: tuple[int, int]) -> None: ...
+    @property
+    def access_policy_window(self) -> AccessPolicyWindow:
+        """The range of addresses with properties in the L2 cache; `None` may be assigned for no window.
+
+        The driver may align its base and round its size.
+        """
+
+    @access_policy_window.setter
+    def access_policy_window(self, window: AccessPolicyWindow | None) -> None: ...
 
 @final
 class Event:

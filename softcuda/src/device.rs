@@ -13,6 +13,8 @@ use crate::{call, call_outside, codes, put};
 /// CUDA 13.0, the version of the driver whose behaviour this follows.
 const VERSION: c_int = 13_000;
 pub(crate) const PRIORITIES: (i32, i32) = (0, -5);
+pub(crate) const MEM_SYNC_DOMAINS: u8 = 4;
+pub(crate) const MOST_WINDOW_BYTES: usize = 128 << 20;
 const FIRST_CONTEXT: usize = 0x4_0000_0000;
 const CONTEXT_STEP: usize = 0x100;
 
@@ -120,7 +122,9 @@ const ATTRIBUTES: &[(Attribute, c_int)] = &[
     (Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, 1),
     (Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR, 1),
     (Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED, 1),
-    (Attribute::CU_DEVICE_ATTRIBUTE_MEM_SYNC_DOMAIN_COUNT, 4),
+    (Attribute::CU_DEVICE_ATTRIBUTE_MEM_SYNC_DOMAIN_COUNT, MEM_SYNC_DOMAINS as c_int),
+    (Attribute::CU_DEVICE_ATTRIBUTE_MAX_ACCESS_POLICY_WINDOW_SIZE, MOST_WINDOW_BYTES as c_int),
+    (Attribute::CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE, 32 << 20),
 ];
 
 pub unsafe extern "C" fn cuDeviceGetAttribute(out: *mut c_int, attribute: c_uint, dev: c_int) -> c_uint {

@@ -4,8 +4,7 @@
 //! in C, and behaves as an H200's driver was seen to behave. It exists so that programs on streams can be developed and
 //! tested without a GPU, faults included ([`control`]).
 //!
-//! What is not implemented yet answers 801 (`CUDA_ERROR_NOT_SUPPORTED`): capture, graphs, stream attributes and green
-//! contexts.
+//! What is not implemented yet answers 801 (`CUDA_ERROR_NOT_SUPPORTED`): capture, graphs and green contexts.
 //!
 //! # Safety
 //! Handles are never followed, so a wrong one is an error code. Pointers are followed as in the real driver: they must be
@@ -13,6 +12,7 @@
 #![allow(non_snake_case, reason = "the names are CUDA's")]
 #![allow(missing_docs, clippy::missing_safety_doc, reason = "the functions are documented in CUDA's own reference")]
 
+mod attributes;
 mod codes;
 pub mod control;
 mod device;
@@ -48,7 +48,8 @@ functions! {
         cuMemHostGetDevicePointer_v2 cuMemAllocManaged cuMemcpy cuMemcpyAsync cuMemsetD8_v2 cuMemsetD8Async
         cuMemsetD16Async cuMemsetD32Async cuPointerGetAttribute cuMemGetInfo_v2;
     module: cuModuleLoadData cuModuleGetFunction cuModuleUnload cuLaunchKernel;
-    unsupported: cuLaunchHostFunc_v2 cuStreamCopyAttributes cuStreamGetAttribute cuStreamSetAttribute
+    attributes: cuStreamGetAttribute cuStreamSetAttribute cuStreamCopyAttributes;
+    unsupported: cuLaunchHostFunc_v2
         cuStreamBeginCapture_v2 cuStreamBeginCaptureToGraph cuStreamEndCapture cuStreamGetCaptureInfo_v3
         cuStreamUpdateCaptureDependencies_v2 cuGraphCreate cuGraphDestroy cuGraphGetNodes cuGraphGetEdges_v2
         cuGraphNodeGetType cuGraphNodeGetDependencies_v2 cuGraphAddDependencies_v2 cuGraphAddEmptyNode cuGraphAddHostNode

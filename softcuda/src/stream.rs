@@ -62,7 +62,7 @@ pub(crate) fn resolve(handle: CUstream) -> Answer<u64> {
     }
 }
 
-fn look<T>(handle: CUstream, ask: impl FnOnce(u64, &StreamState) -> T) -> Answer<T> {
+pub(crate) fn look<T>(handle: CUstream, ask: impl FnOnce(u64, &StreamState) -> T) -> Answer<T> {
     let stream = resolve(handle)?;
     let system = system::lock();
     let state = system.streams.get(&stream).ok_or(INVALID_HANDLE)?;

@@ -17,6 +17,8 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUstream;
 
+use crate::attributes::Attributes;
+
 /// What an entry point answers: a driver's code as the error.
 pub(crate) type Answer<T = ()> = Result<T, u32>;
 
@@ -139,6 +141,7 @@ pub(crate) struct StreamState {
     pub(crate) context: usize,
     pub(crate) flags: u32,
     pub(crate) priority: i32,
+    pub(crate) attributes: Attributes,
     pub(crate) submitted: u64,
     pub(crate) completed: u64,
     pub(crate) destroyed: bool,
@@ -289,6 +292,7 @@ impl System {
                 context,
                 flags,
                 priority,
+                attributes: Attributes::default(),
                 submitted: 0,
                 completed: 0,
                 destroyed: false,

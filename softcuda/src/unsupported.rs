@@ -17,9 +17,6 @@ macro_rules! unsupported {
 
 unsupported! {
     fn cuLaunchHostFunc_v2(CUstream, CUhostFn, *mut c_void, c_uint);
-    fn cuStreamCopyAttributes(CUstream, CUstream);
-    fn cuStreamGetAttribute(CUstream, c_uint, *mut CUstreamAttrValue);
-    fn cuStreamSetAttribute(CUstream, c_uint, *const CUstreamAttrValue);
     fn cuStreamBeginCapture_v2(CUstream, c_uint);
     fn cuStreamBeginCaptureToGraph(CUstream, CUgraph, *const CUgraphNode, *const CUgraphEdgeData, usize, c_uint);
     fn cuStreamEndCapture(CUstream, *mut CUgraph);

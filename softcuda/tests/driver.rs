@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
-use cudarc::driver::sys::{CUcontext, CUevent, CUstream, CUstreamBatchMemOpParams};
+use cudarc::driver::sys::{CUcontext, CUevent, CUstream, CUstreamAttrValue, CUstreamBatchMemOpParams};
 use softcuda::*;
 
 const LEGACY: CUstream = 1 as CUstream;
@@ -418,4 +418,37 @@ fn many_host_functions_are_accepted_behind_a_blocked_one() {
     go.send(()).unwrap();
     assert_eq!(unsafe { cuStreamSynchronize(s) }, 0);
     assert_eq!(ran.load(Ordering::Acquire), MANY);
+}
+
+#[test]
+fn attributes_have_their_defaults_and_limits() {
+    context(15);
+    let (a, b) = (stream(1), stream(1));
+    let mut value: CUstreamAttrValue = unsafe { std::mem::zeroed() };
+    let at = (&raw mut value).cast::<u32>();
+    unsafe {
+        assert_eq!(cuStreamGetAttribute(a, 3, &raw mut value), 0);
+        assert_eq!(at.read(), u32::MAX);
+        for other in [0, 2, 4, 7, 11, 99] {
+            assert_eq!(cuStreamGetAttribute(a, other, &raw mut value), 1);
+            assert_eq!(cuStreamSetAttribute(a, other, &raw const value), 1);
+        }
+        assert_eq!(cuStreamGetAttribute(a, 3, null_mut()), 1);
+        assert_eq!(cuStreamSetAttribute(a, 3, null()), 1);
+        for (attribute, number, code) in
+            [(3, 0, 1), (3, 5, 1), (3, 4, 0), (10, 2, 1), (10, 1, 0), (9, 4, 1), (9, 0x0003, 0)]
+        {
+            at.write(number);
+            assert_eq!(cuStreamSetAttribute(a, attribute, &raw const value), code, "{attribute} {number}");
+        }
+        at.cast::<i32>().write(-77);
+        assert_eq!(cuStreamSetAttribute(a, 8, &raw const value), 0);
+        assert_eq!(cuStreamCopyAttributes(b, a), 0);
+        assert_eq!(cuStreamGetAttribute(b, 3, &raw mut value), 0);
+        assert_eq!(at.read(), 4);
+        let mut priority = 0;
+        assert_eq!(cuStreamGetPriority(b, &raw mut priority), 0);
+        assert_eq!(priority, -5);
+        assert_eq!(cuStreamCopyAttributes(null_mut(), a), 0);
+    }
 }

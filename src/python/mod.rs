@@ -3,6 +3,7 @@
 //! Every call that reaches the driver goes through [`call`]: without the GIL, and refused inside a callback. The richer
 //! half of the package (arrays, exceptions, waiting for many) is Python, in `python/rstream/`.
 
+mod attributes;
 mod completion;
 mod device;
 mod errors;
@@ -75,6 +76,8 @@ mod _core {
     #[allow(non_upper_case_globals, reason = "the name is Python's")]
     const __version__: &str = env!("CARGO_PKG_VERSION");
 
+    #[pymodule_export]
+    use super::attributes::StreamAttributesPy;
     #[pymodule_export]
     use super::completion::CompletionPy;
     #[pymodule_export]

@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 
+use super::attributes::StreamAttributesPy;
 use super::call;
 use super::completion::CompletionPy;
 use super::device::{DevicePy, device_or_default};
@@ -24,6 +25,11 @@ use crate::error::{Error, Refused, Result, Status};
 use crate::event::{Event, EventOptions};
 use crate::memory::{BufferKind, Pattern};
 use crate::stream::{Signal, Stream, StreamOptions};
+
+/// A priority as the driver takes it, which clamps it to its range; this makes the number fit its int.
+pub(super) fn clamped(priority: i64) -> i32 {
+    i32::try_from(priority).unwrap_or(if priority < 0 { i32::MIN } else { i32::MAX })
+}
 
 #[pyclass(name = "Stream", module = "rstream", frozen, weakref)]
 pub(super) struct StreamPy(pub(super) Stream);
@@ -107,8 +113,7 @@ impl StreamPy {
         priority: i64,
         signal: &str,
     ) -> PyResult<StreamPy> {
-        // The driver clamps; this only makes the number fit its int.
-        let priority = i32::try_from(priority).unwrap_or(if priority < 0 { i32::MIN } else { i32::MAX });
+        let priority = clamped(priority);
         let signal = match signal {
             "auto" => Ok(Signal::Auto),
             "driver" => Ok(Signal::Driver),
@@ -199,6 +204,15 @@ impl StreamPy {
             Signal::Auto => "auto",
             Signal::Driver => "driver",
         }
+    }
+
+    #[getter]
+    fn attributes(&self) -> StreamAttributesPy {
+        StreamAttributesPy(self.0.clone())
+    }
+
+    fn copy_attributes(&self, py: Python<'_>, from_stream: &StreamPy) -> PyResult<()> {
+        call(py, |api| self.0.copy_attributes(api, &from_stream.0))
     }
 
     #[getter]
