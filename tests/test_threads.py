@@ -331,13 +331,13 @@ def test_streams_are_closed_while_others_use_them(device):
 
 
 def test_callbacks_run_while_every_worker_of_continuations_is_blocked(device):
-    """More continuations than there are threads for wait for one callback."""
-    stream = rs.Stream(device)
-    hold = rs.testing.hold(stream)
-    callback = stream.add_callback(lambda _status: "told")
-    waiting = [rs.Stream(device).then(callback.result) for _ in range(270)]
-    hold.release()
+    """More continuations than there are threads for wait for what a callback does."""
+    ready = threading.Event()
+    streams = [rs.Stream(device) for _ in range(270)]
+    waiting = [stream.then(ready.wait, 60) for stream in streams]
+    rs.Stream(device).add_callback(lambda _status: ready.set()).result(60)
     assert rs.wait(waiting, 60).not_done == set()
+    assert all(completion.result() for completion in waiting)
 
 
 def test_polling_a_completion_does_not_make_it_grow(stream):

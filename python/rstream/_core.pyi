@@ -301,7 +301,8 @@ class Stream:
 class StreamAttributes:
     """The attributes of a stream.
 
-    Each read and each assignment is a call of the driver, allowed while the stream captures. An attribute acts on work that is queued after it was set. A bad value raises `InvalidValueError` before the call.
+    Each read and each assignment is a call of the driver, allowed while the stream captures. An attribute acts on work
+    that is queued after it was set. A bad value raises `InvalidValueError` before the call.
     """
 
     @property
