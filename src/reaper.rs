@@ -10,6 +10,7 @@
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
 use std::panic::{self, AssertUnwindSafe};
+use std::ptr;
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -78,6 +79,14 @@ pub(crate) fn keep(stream: u64, event: RawEvent, payload: Box<dyn Any + Send>) {
 }
 
 fn run() {
+    // This thread is RELAXED for good, for each driver that it meets: asking an event from another mode would
+    // invalidate somebody's GLOBAL capture (measured), as would the releases.
+    let mut relaxed: Vec<Relaxed> = Vec::new();
+    let mut relax = |device: Device| {
+        if !relaxed.iter().any(|guard| ptr::eq(guard.driver, device.driver())) {
+            relaxed.push(Relaxed::enter(device.driver()));
+        }
+    };
     // Per stream, since a stream's events are reached in order: one look at the front answers for all behind it.
     let mut kept: HashMap<u64, VecDeque<Kept>> = HashMap::new();
     let mut pause = PAUSES.0;
@@ -102,6 +111,7 @@ fn run() {
             (std::mem::take(&mut inbox.releases), std::mem::take(&mut inbox.kept))
         };
         for (stream, item) in arrived {
+            relax(item.event.device());
             kept.entry(stream).or_default().push_back(item);
         }
         let mut progress = false;
@@ -117,18 +127,13 @@ fn run() {
         });
         pause = if progress { PAUSES.0 } else { (pause * 2).min(PAUSES.1) };
         for (device, release) in releases {
-            drop(panic::catch_unwind(AssertUnwindSafe(|| with_context(device, release))));
+            relax(device);
+            // This thread has no other user, so the context need not be restored. If it cannot be made current it is
+            // gone, and what it owned with it; the release then fails without harm.
+            drop(device.make_current());
+            drop(panic::catch_unwind(AssertUnwindSafe(release)));
         }
     }
-}
-
-/// Runs `call` on this thread in the RELAXED mode and with the context of `device` current.
-fn with_context(device: Device, call: impl FnOnce()) {
-    // This thread has no other user, so the context need not be restored. If it cannot be made current it is gone, and
-    // what it owned with it; the release then fails without harm.
-    let _relaxed = Relaxed::enter(device.driver());
-    drop(device.make_current());
-    call();
 }
 
 /// While it lives, this thread's calls do not count as unsafe for anybody's capture
