@@ -267,28 +267,45 @@ impl Pattern {
 }
 
 impl Stream {
+    /// Whether work on this stream may use `buffer`: memory of another driver is nothing to this one, and device memory is
+    /// its device's.
+    pub(crate) fn may_use(&self, buffer: &Buffer) -> bool {
+        let (mine, its) = (self.device(), buffer.device());
+        its.kind() == mine.kind() && (buffer.kind() != BufferKind::Device || its == mine)
+    }
+
+    fn refuse_foreign(&self, buffer: &Buffer) -> Result<()> {
+        if self.may_use(buffer) {
+            return Ok(());
+        }
+        Err(Error::invalid(format!("memory of device {} on a stream of device {}", buffer.device(), self.device())))
+    }
+
     /// Queues a copy of all of `src` to `dst` (`cuMemcpyAsync`). Both live until it is done.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] when the sizes differ; [`Error::Capture`] while the stream captures; what the driver answers.
+    /// [`Error::InvalidValue`] when the sizes differ, and for memory of another device; [`Error::Capture`] while the stream captures; what the driver answers.
     pub fn copy(&self, api: &Api<'_>, dst: &Buffer, src: &Buffer) -> Result<()> {
         if dst.len() != src.len() {
             return Err(Error::invalid(format!("a copy from {} bytes to {} bytes", src.len(), dst.len())));
         }
-        // SAFETY: both buffers have that many bytes, and are kept.
+        self.refuse_foreign(dst)?;
+        self.refuse_foreign(src)?;
+        // SAFETY: both buffers have that many bytes, are memory of this driver, and are kept.
         unsafe { self.copy_raw(api, dst.ptr(), src.ptr(), dst.len(), (dst.clone(), src.clone())) }
     }
 
     /// Queues that all of `dst` is filled with `pattern` (`cuMemsetD8Async` and its kin). `dst` lives until it is done.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] when the pattern does not divide the size; [`Error::Capture`] while the stream captures; what
+    /// [`Error::InvalidValue`] when the pattern does not divide the size, and for memory of another device; [`Error::Capture`] while the stream captures; what
     /// the driver answers.
     pub fn fill(&self, api: &Api<'_>, dst: &Buffer, pattern: Pattern) -> Result<()> {
         if !dst.len().is_multiple_of(pattern.len()) {
             return Err(Error::invalid(format!("{} bytes cannot be filled with {} each", dst.len(), pattern.len())));
         }
-        // SAFETY: the buffer has that many bytes, and is kept.
+        self.refuse_foreign(dst)?;
+        // SAFETY: the buffer has that many bytes, is memory of this driver, and is kept.
         unsafe { self.fill_raw(api, dst.ptr(), pattern, dst.len() / pattern.len(), dst.clone()) }
     }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use rstream::driver::{Driver, Kind};
-use rstream::{Api, Device, Error, Status, Stream, StreamOptions, testing};
+use rstream::{Api, Buffer, Device, Error, Pattern, Status, Stream, StreamOptions, testing};
 
 #[test]
 fn a_function_newer_than_the_driver_is_refused_and_never_called() {
@@ -65,6 +65,18 @@ fn an_object_of_another_device_is_refused() {
         let event = rstream::Event::new(api, b, rstream::EventOptions::default())?;
         let error = stream.record(api, &event).unwrap_err().to_string();
         assert!(error.contains("soft:0") && error.contains("soft:1"), "{error}");
+        let buffer = Buffer::device_memory(api, b, 8)?;
+        let host = Buffer::pinned(api, b, 8)?;
+        for refused in [
+            stream.fill(api, &buffer, Pattern::U8(0)),
+            stream.copy(api, &buffer, &host),
+            stream.copy(api, &host, &buffer),
+        ] {
+            let error = refused.unwrap_err().to_string();
+            assert!(error.contains("soft:1") && error.contains("soft:0"), "{error}");
+        }
+        // Host memory is portable.
+        stream.fill(api, &host, Pattern::U8(0))?;
         let other = Stream::new(api, b, StreamOptions::default())?;
         // SAFETY: `other` is alive throughout.
         let adopted = unsafe { Stream::from_raw(api, a, other.handle()?, None) };

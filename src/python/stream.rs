@@ -23,7 +23,7 @@ use crate::api::Api;
 use crate::completion::Completion;
 use crate::error::{Error, Refused, Result, Status};
 use crate::event::{Event, EventOptions};
-use crate::memory::{BufferKind, Pattern};
+use crate::memory::Pattern;
 use crate::stream::{Signal, Stream, StreamOptions};
 
 /// A priority as the driver takes it, which clamps it to its range; this makes the number fit its int.
@@ -68,8 +68,7 @@ impl Region {
         if let Some(memory) = memory.as_ref().and_then(|memory| memory.cast::<MemoryPy>().ok()) {
             let buffer = &memory.get().0;
             let (of_stream, of_buffer) = (stream.get().0.device(), buffer.device());
-            let foreign = of_buffer.kind() != of_stream.kind();
-            if foreign || buffer.kind() == BufferKind::Device && of_buffer != of_stream {
+            if !stream.get().0.may_use(buffer) {
                 return refuse(format!("{role}: memory of device {of_buffer} on a stream of device {of_stream}"));
             }
             return Ok(Region { address: buffer.ptr(), bytes: buffer.len(), writable: true, keep });
