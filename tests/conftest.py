@@ -75,9 +75,9 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def program() -> Run:
-    """Runs a program in an interpreter of its own; it has to end well. Returns what it printed."""
+    """Runs a program in an interpreter of its own; it has to end well. Returns its output, with `errors` both kinds."""
 
-    def run(text: str, timeout: float = 60, status: int = 0, **environment: str) -> str:
+    def run(text: str, timeout: float = 60, status: int = 0, errors: bool = False, **environment: str) -> str:
         done = subprocess.run(
             [sys.executable, "-c", "import rstream as rs\n" + textwrap.dedent(text)],
             capture_output=True,
@@ -88,6 +88,6 @@ def program() -> Run:
         assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
         assert "panicked" not in done.stderr, done.stderr
         assert "atal" not in done.stderr, done.stderr
-        return done.stdout
+        return done.stdout + done.stderr if errors else done.stdout
 
     return run

@@ -208,6 +208,24 @@ def test_a_refused_enqueue_drops_its_references(stream, kind):
     assert stream.then(lambda: 1).result(30) == 1
 
 
+@pytest.mark.parametrize("kind", ["add_callback", "launch_host_func", "then"])
+def test_an_enqueue_inside_a_callback_drops_its_references(stream, kind):
+    class Function:
+        def __call__(self, *_):
+            raise AssertionError("must not run")
+
+    def callback(status):
+        function = Function()
+        gone = weakref.ref(function)
+        with pytest.raises(rs.NotPermittedError) as caught:
+            getattr(stream, kind)(function)
+        caught.value.__traceback__ = None
+        del function
+        return gone() is None
+
+    assert stream.add_callback(callback).result(30)
+
+
 def test_a_cancelled_callback_does_not_run_and_keeps_its_place(stream):
     seen = []
     hold = rs.testing.hold(stream)

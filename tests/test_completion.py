@@ -125,6 +125,47 @@ def test_future(stream, held):
     assert isinstance(failing.exception(30), ValueError)
 
 
+def test_waits_that_are_given_up_leave_nothing_behind(stream, held):
+    completion = stream.completion()
+
+    def count():
+        gc.collect()
+        return len(gc.get_objects())
+
+    async def give_up():
+        waiting = asyncio.ensure_future(asyncio.wrap_future(completion.future()))
+        other = asyncio.ensure_future(awaited())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        other.cancel()
+        await asyncio.wait([waiting, other])
+
+    async def awaited():
+        await completion
+
+    def poll():
+        with pytest.raises(TimeoutError):
+            list(rs.as_completed([completion], 0))
+        rs.wait([completion], 0)
+        future = completion.future()
+        assert future.cancel()
+        assert concurrent.futures.wait([future], 30).done == {future}
+
+    async def many():
+        for _ in range(100):
+            await give_up()
+
+    poll()
+    asyncio.run(many())
+    before = count()
+    for _ in range(100):
+        poll()
+    asyncio.run(many())
+    assert count() - before < 100
+    held.release()
+    completion.result(30)
+
+
 def test_a_cancelled_completion_cancels_its_futures(stream, held):
     completion = stream.then(lambda: 9)
     future = completion.future()

@@ -57,12 +57,14 @@ def test_the_exit_waits_as_long_as_it_is_told(program):
 def test_ctrl_c_ends_the_wait_of_the_exit(program):
     out = program(
         """
-        import atexit, builtins, os, signal, threading
+        import atexit, builtins, signal
         stream = rs.Stream()
         builtins.hold = rs.testing.hold(stream)
         stream.then(print)
         def exit():
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            # No thread of Python's: 3.12 starts none at this time.
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
             try:
                 rs._exit()
             except KeyboardInterrupt:
@@ -98,11 +100,68 @@ PROGRAMS = {
 }
 
 
+# Python code that a worker runs beside the callable itself, and in which the ending interpreter may end the worker.
+PROGRAMS |= {
+    "busy finalizer of an argument": "rs.Stream().then(lambda a: None, Busy())",
+    "busy finalizer of a callback's argument": "rs.Stream().add_callback(lambda status, a: None, Busy())",
+    "busy finalizer of a result": "rs.Stream().then(Busy)",
+    "busy finalizer in a completion's": "h = [rs.Stream().then(Busy)]; rs.wait(h); rs.Stream().then(h.clear)",
+    "busy finalizer of a cancelled argument": (
+        "s = rs.Stream(); keep = rs.testing.hold(s); c = s.then(print, Busy()); c.cancel(); keep.release()"
+    ),
+    "busy hook": "sys.unraisablehook = Busy.spin; rs.Stream().then(lambda: 1 / 0)",
+    "busy done callback": "c = rs.Stream().then(int); c.add_done_callback(Busy.spin)",
+    "daemon threads that meet errors": "[threading.Thread(target=meet_errors, daemon=True).start() for _ in range(4)]",
+}
+HELPERS = """
+import sys, threading, time
+import numpy as np
+
+class Busy:
+    def __del__(self):
+        self.spin()
+    @staticmethod
+    def spin(*_):
+        while True:
+            pass
+
+def meet_errors():
+    while True:
+        rs.Stream().then(lambda: 1 / 0).exception()
+"""
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_ends_well(program, name):
     started = time.monotonic()
-    program(f"import threading, time\nimport numpy as np\n{PROGRAMS[name]}\n", timeout=30, RSTREAM_EXIT_TIMEOUT="0.2")
+    program(f"{HELPERS}\n{PROGRAMS[name]}\n", timeout=30, RSTREAM_EXIT_TIMEOUT="0.2")
     assert time.monotonic() - started < 5
+
+
+FAILURES = {
+    "of a dropped continuation": "s.then(lambda: 1 / 0)",
+    "of a dropped callback": "s.add_callback(lambda status: 1 / 0)",
+    "of a completion that lives to the end": "c = s.then(lambda: 1 / 0); s.synchronize()",
+    "of a done callback": "s.then(int).add_done_callback(lambda c: 1 / 0)",
+    "after a fault": "rs.testing.fault(s); c = s.completion()",
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_at_the_end_of_a_program_is_told_once(program, name):
+    out = program(f"s = rs.Stream()\n{FAILURES[name]}\n", errors=True)
+    assert out.count("CUDA_ERROR_ILLEGAL_ADDRESS" if name == "after a fault" else "ZeroDivisionError") == 1, out
+
+
+def test_a_done_callback_that_is_due_runs_before_the_end(program):
+    out = program(
+        """
+        stream = rs.Stream()
+        rs.testing.spin(stream, 20_000)
+        stream.completion().add_done_callback(lambda completion: print("told"))
+        """
+    )
+    assert out == "told\n"
 
 
 @pytest.mark.stress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import math
 import queue
 import threading
@@ -46,6 +47,25 @@ def _left(deadline: float | None) -> float | None:
     return min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
 
 
+@contextlib.contextmanager
+def _listening(
+    completions: set[_core.Completion[Any]],
+) -> Iterator[queue.SimpleQueue[_core.Completion[Any]]]:
+    """A queue that gets each completion when it is done. Afterwards nothing is left with those that are not."""
+    finished: queue.SimpleQueue[_core.Completion[Any]] = queue.SimpleQueue()
+    waiters: list[tuple[_core.Completion[Any], int]] = []
+    try:
+        for completion in completions:
+            waiter = completion._add_waiter(finished.put)
+            if waiter is not None:
+                waiters.append((completion, waiter))
+        yield finished
+    finally:
+        for completion, waiter in waiters:
+            if not completion.done():
+                completion._remove_waiter(waiter)
+
+
 def wait(
     completions: Iterable[_core.Completion[Any]],
     timeout: float | None = None,
@@ -62,15 +82,8 @@ def wait(
         )
     deadline = _deadline(timeout)
     pending = _set(completions)
-    finished: queue.SimpleQueue[_core.Completion[Any]] = queue.SimpleQueue()
-    waiters = [(completion, completion._add_waiter(finished.put)) for completion in pending]
-    try:
+    with _listening(pending) as finished:
         return _gather(pending, finished, deadline, return_when)
-    finally:
-        # A completion that is polled must not grow.
-        for completion, waiter in waiters:
-            if waiter is not None and not completion.done():
-                completion._remove_waiter(waiter)
 
 
 def _gather(
@@ -101,23 +114,18 @@ def as_completed(
 
     Raises `WaitTimeoutError` when not all are done after `timeout` seconds from this call.
     """
-    deadline = _deadline(timeout)
-    pending = _set(completions)
-    finished: queue.SimpleQueue[_core.Completion[Any]] = queue.SimpleQueue()
-    for completion in pending:
-        completion.add_done_callback(finished.put)
-    return _iterate(len(pending), finished, deadline)
+    return _iterate(_set(completions), _deadline(timeout))
 
 
-def _iterate(
-    count: int, finished: queue.SimpleQueue[_core.Completion[Any]], deadline: float | None
-) -> Iterator[_core.Completion[Any]]:
-    for number in range(count):
-        try:
-            completion = finished.get(timeout=_left(deadline))
-        except queue.Empty:
-            raise WaitTimeoutError(f"{count - number} of {count} completions are not done", 909) from None
-        yield completion
+def _iterate(pending: set[_core.Completion[Any]], deadline: float | None) -> Iterator[_core.Completion[Any]]:
+    with _listening(pending) as finished:
+        count = len(pending)
+        for number in range(count):
+            try:
+                completion = finished.get(timeout=_left(deadline))
+            except queue.Empty:
+                raise WaitTimeoutError(f"{count - number} of {count} completions are not done", 909) from None
+            yield completion
 
 
 def _settle(future: Any, completion: _core.Completion[Any]) -> None:
@@ -126,9 +134,6 @@ def _settle(future: Any, completion: _core.Completion[Any]) -> None:
         # Seen here, so that it is not reported as lost.
         completion.exception()
         future.cancel()
-        if isinstance(future, concurrent.futures.Future):
-            # So that those who wait for several futures hear of it.
-            future.set_running_or_notify_cancel()
         return
     error = completion.exception()
     if error is None:
@@ -160,18 +165,38 @@ def asyncio_future(completion: _core.Completion[Any]) -> asyncio.Future[Any]:
 
     if completion.done():
         settle(completion)
-    else:
-        completion.add_done_callback(tell)
+        return future
+    waiter = completion._add_waiter(tell)
+
+    def forget(future: asyncio.Future[Any]) -> None:
+        # An await that was given up leaves nothing behind.
+        if future.cancelled() and waiter is not None:
+            completion._remove_waiter(waiter)
+
+    future.add_done_callback(forget)
     return future
 
 
 def concurrent_future(completion: _core.Completion[Any]) -> concurrent.futures.Future[Any]:
     """`Completion.future`."""
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    waiter: int | None = None
+    # Whoever takes it says, once, that the future runs or was cancelled.
+    decided = threading.Lock()
 
     def tell(completion: _core.Completion[Any]) -> None:
-        if completion.cancelled() or future.set_running_or_notify_cancel():
+        if completion.cancelled() or (decided.acquire(blocking=False) and future.set_running_or_notify_cancel()):
             _settle(future, completion)
 
-    completion.add_done_callback(tell)
+    def forget(future: concurrent.futures.Future[Any]) -> None:
+        if not future.cancelled():
+            return
+        if waiter is not None:
+            completion._remove_waiter(waiter)
+        if decided.acquire(blocking=False):
+            # So that those who wait for several futures hear of it.
+            future.set_running_or_notify_cancel()
+
+    future.add_done_callback(forget)
+    waiter = completion._add_waiter(tell)
     return future

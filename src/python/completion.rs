@@ -10,6 +10,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
 use super::errors::{PyResultExt as _, exception};
+use super::gate::{Buried, Debt, Objects};
 use super::worker::{Outcome, status_object};
 use super::{gate, interruptibly, timeout};
 use crate::completion::{Completion, HookId};
@@ -97,9 +98,30 @@ impl Inner {
         .unwrap_or(false)
     }
 
+    /// Tells `sys.unraisablehook` of the failure, then lets go of it.
     fn report(&self, py: Python<'_>) {
         if let Some(Ending::Error(error)) = self.ending(py) {
-            error.write_unraisable(py, None);
+            gate::report(py, error, None);
+        }
+        self.objects(&mut |object| gate::let_go(py, object));
+    }
+
+    /// Takes the result's object out, if there is one.
+    fn objects(&self, take: &mut dyn FnMut(Py<PyAny>)) {
+        let Inner::Call(completion) = self else { return };
+        match completion.take() {
+            Some(Ok(Outcome::Returned(value))) => take(value),
+            Some(Ok(Outcome::Raised(error))) => take(error.into_any()),
+            Some(Ok(Outcome::Shutdown) | Err(_)) | None => {}
+        }
+    }
+}
+
+impl Objects for Arc<Inner> {
+    /// Only when nobody else holds it.
+    fn each(self, take: &mut dyn FnMut(Py<PyAny>)) {
+        if let Ok(inner) = Arc::try_unwrap(self) {
+            inner.objects(take);
         }
     }
 }
@@ -133,14 +155,32 @@ impl CompletionPy {
 
 impl Drop for CompletionPy {
     fn drop(&mut self) {
-        if self.retrieved.load(Ordering::Relaxed) {
+        if gate::is_forked() {
+            // The parent has it too, and its threads.
             return;
         }
-        let inner = gate::Buried::new(Arc::clone(&self.inner));
+        let told = self.retrieved.load(Ordering::Relaxed);
+        let last_words = gate::is_closed();
+        if self.inner.is_done() && (told || last_words || !self.inner.is_failure()) {
+            // `Some`: the interpreter drops this. With the gate closed there is no worker left to tell of the failure.
+            Python::try_attach(|py| {
+                if !told && last_words && self.inner.is_failure() {
+                    self.inner.report(py);
+                } else {
+                    self.inner.objects(&mut |object| gate::let_go(py, object));
+                }
+            });
+            return;
+        }
+        // So that the exit waits for the report too. That a point is reached is nothing to wait for.
+        let debt = matches!(*self.inner, Inner::Call(_)).then(Debt::new);
+        let inner = Buried::new(Arc::clone(&self.inner));
         self.inner.on_done(move || {
             if inner.is_failure() {
+                let debt = debt.unwrap_or_else(Debt::new);
                 CONTINUATIONS.submit(strand(), move || {
-                    gate::enter(|py| inner.report(py));
+                    gate::enter(move |py| inner.report(py));
+                    drop(debt);
                 });
             }
         });
@@ -219,7 +259,7 @@ impl CompletionPy {
             match function.call1((slf,)) {
                 // What is no error of the function's, such as Ctrl-C, is its caller's.
                 Err(error) if !error.is_instance_of::<PyException>(py) => return Err(error),
-                Err(error) => error.write_unraisable(py, Some(function)),
+                Err(error) => gate::report(py, error, Some(function)),
                 Ok(_) => {}
             }
             return Ok(None);
@@ -229,11 +269,13 @@ impl CompletionPy {
             // Nobody would be told any more: better an error than a wait without end.
             return Err(exception(py, &Error::Shutdown));
         }
-        let both = gate::Buried::new((slf.clone().unbind(), function.clone().unbind()));
+        let both = Buried::new((slf.clone().unbind(), function.clone().unbind()));
+        let debt = Debt::new();
         let id = py.detach(|| {
             inner.on_done(move || {
                 CONTINUATIONS.submit(strand(), move || {
-                    gate::enter(|py| tell(py, &both.0, &both.1));
+                    gate::enter(|py| tell(py, both.into_inner(py)));
+                    drop(debt);
                 });
             })
         });
@@ -291,10 +333,11 @@ impl CompletionPy {
     }
 }
 
-fn tell(py: Python<'_>, completion: &Py<CompletionPy>, function: &Py<PyAny>) {
-    let function = function.bind(py);
-    let called = PyTuple::new(py, [completion]).and_then(|args| gate::call(function, &args, None));
-    if let Err(error) = called {
-        error.write_unraisable(py, Some(function));
+fn tell(py: Python<'_>, (completion, function): (Py<CompletionPy>, Py<PyAny>)) {
+    let called = PyTuple::new(py, [&completion]).and_then(|args| gate::call(function.bind(py), &args, None));
+    match called {
+        Ok(value) => gate::let_go(py, value.unbind()),
+        Err(error) => gate::report(py, error, Some(function.bind(py))),
     }
+    gate::let_go(py, (completion, function));
 }

@@ -34,8 +34,8 @@ impl DevicePy {
         if let Ok(text) = spec.extract::<String>() {
             return call(py, move |api| Device::parse(api, &text)).map(DevicePy);
         }
-        // bool is an int to Python, but no device.
-        if spec.is_instance_of::<pyo3::types::PyBool>() || !spec.is_instance_of::<pyo3::types::PyInt>() {
+        // A number of NumPy's will do; bool is an int to Python, but no device.
+        if spec.is_instance_of::<pyo3::types::PyBool>() || !spec.hasattr("__index__")? {
             return Err(PyTypeError::new_err(format!(
                 "{} is no device: expected a GPU's number, \"soft\" or \"soft:<number>\"",
                 spec.repr()?

@@ -5,8 +5,9 @@
 //! that no thread of rstream's touches the interpreter, and a thread of the driver that waits for Python is let go.
 //!
 //! A thread that is *inside* while the interpreter finalizes is ended by CPython (before 3.14) when it next takes the
-//! GIL, by `pthread_exit`, whose forced unwinding must not cross frames of Rust that cannot unwind. PyO3 parks the thread
-//! in its own calls; [`call`] does it for the code that is called.
+//! GIL, by `pthread_exit`, whose forced unwinding must not cross frames of Rust that cannot unwind: it would abort the
+//! process. PyO3 parks the thread in its own waits for the GIL. Here [`call`], [`let_go`] and [`report`] do it for the
+//! three ways in which a worker runs foreign Python code: a call, a finalizer, and `sys.unraisablehook`.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -28,28 +29,33 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 /// Threads between asking for entry and having the GIL.
 static ENTERING: AtomicUsize = AtomicUsize::new(0);
 /// Python host code that was accepted and has not ended.
-static OWED: Mutex<usize> = Mutex::new(0);
+static OWED: AtomicUsize = AtomicUsize::new(0);
+/// Somebody waits for `OWED` to become 0.
+static EXITING: AtomicBool = AtomicBool::new(false);
+/// What waiters sleep with.
+static SLEEP: Mutex<()> = Mutex::new(());
 static CHANGED: Condvar = Condvar::new();
 
-fn owed() -> MutexGuard<'static, usize> {
-    OWED.lock().unwrap_or_else(PoisonError::into_inner)
+fn sleep_lock() -> MutexGuard<'static, ()> {
+    SLEEP.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One piece of Python host code between its acceptance and its end: the exit waits for it.
+/// One piece of Python host code between its acceptance and its end, or the news of it that somebody is to get: the exit
+/// waits for it.
 pub(super) struct Debt(());
 
 impl Debt {
     pub(super) fn new() -> Debt {
-        *owed() += 1;
+        OWED.fetch_add(1, Ordering::SeqCst);
         Debt(())
     }
 }
 
 impl Drop for Debt {
     fn drop(&mut self) {
-        let mut owed = owed();
-        *owed -= 1;
-        if *owed == 0 {
+        // Either this sees that the exit waits, or the exit sees the 0.
+        if OWED.fetch_sub(1, Ordering::SeqCst) == 1 && EXITING.load(Ordering::SeqCst) {
+            drop(sleep_lock());
             CHANGED.notify_all();
         }
     }
@@ -66,13 +72,13 @@ impl<T> Slot<T> {
     pub(super) fn put(&self, value: T) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
         // Under the lock that waiters sleep with, so that none is missed.
-        drop(owed());
+        drop(sleep_lock());
         CHANGED.notify_all();
     }
 
     /// What was put; `None` when the gate closed before.
     pub(super) fn wait(&self) -> Option<T> {
-        let mut guard = owed();
+        let mut guard = sleep_lock();
         loop {
             if let Some(value) = self.0.lock().unwrap_or_else(PoisonError::into_inner).take() {
                 return Some(value);
@@ -87,8 +93,9 @@ impl<T> Slot<T> {
 
 /// Runs `f` attached to the interpreter, from a thread of rstream's. `None`: the gate is closed, `f` was not called.
 pub(super) fn enter<R>(f: impl FnOnce(Python<'_>) -> R) -> Option<R> {
-    ENTERING.fetch_add(1, Ordering::AcqRel);
-    if CLOSED.load(Ordering::Acquire) {
+    // Either this sees the closed gate, or the exit sees this.
+    ENTERING.fetch_add(1, Ordering::SeqCst);
+    if CLOSED.load(Ordering::SeqCst) {
         ENTERING.fetch_sub(1, Ordering::AcqRel);
         return None;
     }
@@ -103,9 +110,27 @@ pub(super) fn enter<R>(f: impl FnOnce(Python<'_>) -> R) -> Option<R> {
     })
 }
 
-/// Something of Python's that is dropped on a worker that is attached, wherever it is let go of. Dropped detached, PyO3
+/// What is made of Python objects and can be taken apart into them. Needs no interpreter.
+pub(super) trait Objects: Send + 'static {
+    fn each(self, take: &mut dyn FnMut(Py<PyAny>));
+}
+
+impl Objects for Py<PyAny> {
+    fn each(self, take: &mut dyn FnMut(Py<PyAny>)) {
+        take(self);
+    }
+}
+
+impl<A: 'static, B: 'static> Objects for (Py<A>, Py<B>) {
+    fn each(self, take: &mut dyn FnMut(Py<PyAny>)) {
+        take(self.0.into_any());
+        take(self.1.into_any());
+    }
+}
+
+/// Something of Python's that is let go of on a worker that is attached, wherever it is dropped. Dropped detached, PyO3
 /// would keep it until somebody attaches again, which may be long after.
-pub(super) struct Buried<T: Send + 'static>(Option<T>);
+pub(super) struct Buried<T: Objects>(Option<T>);
 
 thread_local! {
     static IN_PLACE: Cell<bool> = const { Cell::new(false) };
@@ -118,13 +143,13 @@ pub(super) fn drop_attached<T>(_attached: Python<'_>, value: T) {
     IN_PLACE.set(before);
 }
 
-static GRAVE: Mutex<Vec<Box<dyn Send>>> = Mutex::new(Vec::new());
+static GRAVE: Mutex<Vec<Py<PyAny>>> = Mutex::new(Vec::new());
 
-fn grave() -> MutexGuard<'static, Vec<Box<dyn Send>>> {
+fn grave() -> MutexGuard<'static, Vec<Py<PyAny>>> {
     GRAVE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<T: Send + 'static> Buried<T> {
+impl<T: Objects> Buried<T> {
     pub(super) fn new(value: T) -> Buried<T> {
         Buried(Some(value))
     }
@@ -135,7 +160,7 @@ impl<T: Send + 'static> Buried<T> {
     }
 }
 
-impl<T: Send + 'static> std::ops::Deref for Buried<T> {
+impl<T: Objects> std::ops::Deref for Buried<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -143,30 +168,37 @@ impl<T: Send + 'static> std::ops::Deref for Buried<T> {
     }
 }
 
-impl<T: Send + 'static> Drop for Buried<T> {
+impl<T: Objects> Drop for Buried<T> {
     fn drop(&mut self) {
         /// The key of the strand that buries; streams' ids are far from it.
         const STRAND: u64 = 1 << 61;
         let Some(value) = self.0.take() else { return };
         if IN_PLACE.get() {
-            return drop(value);
+            // `Some`: `drop_attached` says that this thread is attached.
+            Python::try_attach(|py| let_go(py, value));
+            return;
+        }
+        if is_closed() {
+            // Nobody may touch the interpreter any more, and in a forked child there are no workers.
+            return std::mem::forget(value);
         }
         let mut waiting = grave();
-        waiting.push(Box::new(value));
-        if waiting.len() == 1 {
+        let first = waiting.is_empty();
+        value.each(&mut |object| waiting.push(object));
+        if first && !waiting.is_empty() {
             drop(waiting);
             // One entry for all that comes until it has the GIL.
             CONTINUATIONS.submit(STRAND, || {
-                enter(|_py| {
+                enter(|py| {
                     let dead = std::mem::take(&mut *grave());
-                    drop(dead);
+                    dead.into_iter().for_each(|object| let_go(py, object));
                 });
             });
         }
     }
 }
 
-/// Whether no thread of rstream's enters any more.
+/// Whether no thread of rstream's enters any more: the interpreter is going, or this is a forked child.
 pub(super) fn is_closed() -> bool {
     CLOSED.load(Ordering::Acquire)
 }
@@ -187,13 +219,11 @@ fn keep_thread_state() {
     }
 }
 
-/// Calls `callable` from a thread of rstream's. If the interpreter ends this thread inside the call, it is parked for ever
-/// instead: the process goes on to exit without it.
-pub(super) fn call<'py>(
-    callable: &Bound<'py, PyAny>,
-    args: &Bound<'py, PyTuple>,
-    kwargs: Option<&Bound<'py, PyDict>>,
-) -> PyResult<Bound<'py, PyAny>> {
+/// Runs `inside`, which calls a function of CPython's that may run Python code. If the interpreter ends this thread in
+/// there, it is parked for ever instead: the process goes on to exit without it.
+///
+/// Every frame between here and CPython's has to be able to unwind, so the function is called as [`unwinding`] has it.
+fn or_park<R>(inside: impl FnOnce() -> R) -> R {
     struct Park;
     impl Drop for Park {
         fn drop(&mut self) {
@@ -202,23 +232,61 @@ pub(super) fn call<'py>(
             }
         }
     }
-    type Call =
-        unsafe extern "C-unwind" fn(*mut ffi::PyObject, *mut ffi::PyObject, *mut ffi::PyObject) -> *mut ffi::PyObject;
-    // Hidden from the optimizer: it knows the function as one that does not unwind, and would leave the guard out.
-    let entry = std::hint::black_box(ffi::PyObject_Call as *const c_void);
-    // SAFETY: the same function with the same arguments; "C-unwind" only says that it may unwind, which it does in one
-    // case: `pthread_exit` inside of it.
-    let entry: Call = unsafe { std::mem::transmute::<*const c_void, Call>(entry) };
     let park = Park;
-    // SAFETY: attached, as `Bound` proves; the three objects live through the call; kwargs may be NULL. The result is a
-    // new reference, or NULL with an exception set.
-    let result = unsafe {
-        let raw = entry(callable.as_ptr(), args.as_ptr(), kwargs.map_or(std::ptr::null_mut(), Bound::as_ptr));
-        Bound::from_owned_ptr_or_err(callable.py(), raw)
-    };
-    // The call returned, so this thread was not ended.
+    let result = inside();
+    // It returned, so this thread was not ended.
     std::mem::forget(park);
     result
+}
+
+/// A function of CPython's as one that may unwind, which it does in one case: `pthread_exit` inside of it. Hidden from the
+/// optimizer: it knows the function as one that does not, and would leave the guard out.
+macro_rules! unwinding {
+    ($function:path: fn($($argument:ty),*) $(-> $result:ty)?) => {{
+        type Function = unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?;
+        let hidden = std::hint::black_box($function as *const c_void);
+        // SAFETY: the same function with the same arguments; "C-unwind" only says that it may unwind.
+        unsafe { std::mem::transmute::<*const c_void, Function>(hidden) }
+    }};
+}
+
+/// Lets go of `objects`, whose finalizers run here.
+pub(super) fn let_go(_attached: Python<'_>, objects: impl Objects) {
+    let release = unwinding!(ffi::Py_DecRef: fn(*mut ffi::PyObject));
+    objects.each(&mut |object| {
+        let raw = object.into_ptr();
+        // SAFETY: attached, as the token proves; the reference is owned, and given up here.
+        or_park(|| unsafe { release(raw) });
+    });
+}
+
+/// Gives `error` to `sys.unraisablehook`.
+pub(super) fn report(py: Python<'_>, error: PyErr, about: Option<&Bound<'_, PyAny>>) {
+    let write = unwinding!(ffi::PyErr_WriteUnraisable: fn(*mut ffi::PyObject));
+    error.restore(py);
+    // SAFETY: attached, as the token proves, and an exception is set; the object lives through the call and may be NULL.
+    or_park(|| unsafe { write(about.map_or(std::ptr::null_mut(), Bound::as_ptr)) });
+}
+
+/// Calls `callable`.
+pub(super) fn call<'py>(
+    callable: &Bound<'py, PyAny>,
+    args: &Bound<'py, PyTuple>,
+    kwargs: Option<&Bound<'py, PyDict>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let entry = unwinding!(
+        ffi::PyObject_Call: fn(*mut ffi::PyObject, *mut ffi::PyObject, *mut ffi::PyObject) -> *mut ffi::PyObject
+    );
+    let kwargs = kwargs.map_or(std::ptr::null_mut(), Bound::as_ptr);
+    // SAFETY: attached, as `Bound` proves; the three objects live through the call; kwargs may be NULL.
+    let raw = or_park(|| unsafe { entry(callable.as_ptr(), args.as_ptr(), kwargs) });
+    // SAFETY: the result is a new reference, or NULL with an exception set.
+    unsafe { Bound::from_owned_ptr_or_err(callable.py(), raw) }
+}
+
+/// Whether this process is a child of `fork`, in which rstream does nothing.
+pub(super) fn is_forked() -> bool {
+    FORKED.load(Ordering::Relaxed)
 }
 
 /// Raises in a child of `fork`: the driver, and rstream's threads, exist in the parent only.
@@ -248,29 +316,30 @@ pub(super) fn _at_exit(py: Python<'_>, seconds: f64) -> PyResult<usize> {
     let started = Instant::now();
     // More than a Duration holds is as good as no limit.
     let limit = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
+    EXITING.store(true, Ordering::SeqCst);
     let waited = super::interruptibly(py, |interrupted| {
-        let mut guard = owed();
-        while *guard > 0 && started.elapsed() < limit {
+        let mut guard = sleep_lock();
+        while OWED.load(Ordering::SeqCst) > 0 && started.elapsed() < limit {
             let slice = INTERRUPT_CHECK.min(limit.saturating_sub(started.elapsed()));
             guard = CHANGED.wait_timeout(guard, slice).unwrap_or_else(PoisonError::into_inner).0;
-            if *guard > 0 {
+            if OWED.load(Ordering::SeqCst) > 0 {
                 drop(guard);
                 if interrupted() {
                     return Err(crate::Error::Interrupted);
                 }
-                guard = owed();
+                guard = sleep_lock();
             }
         }
         Ok(())
     });
     let left = py.detach(|| {
-        let guard = owed();
-        CLOSED.store(true, Ordering::Release);
+        let guard = sleep_lock();
+        CLOSED.store(true, Ordering::SeqCst);
         CHANGED.notify_all();
-        let left = *guard;
         drop(guard);
+        let left = OWED.load(Ordering::SeqCst);
         // Who was let in before needs the GIL, which is free now.
-        while ENTERING.load(Ordering::Acquire) > 0 {
+        while ENTERING.load(Ordering::SeqCst) > 0 {
             thread::yield_now();
         }
         left

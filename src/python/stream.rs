@@ -15,7 +15,7 @@ use super::completion::CompletionPy;
 use super::device::{DevicePy, device_or_default};
 use super::errors::{PyResultExt as _, exception};
 use super::event::{EventPy, python_bool};
-use super::gate::{Buried, drop_attached};
+use super::gate::{Buried, drop_attached, refuse_forked};
 use super::memory::MemoryPy;
 use super::worker::{Job, Outcome};
 use super::{call_interruptibly, timeout};
@@ -85,19 +85,28 @@ impl StreamPy {
     /// the exception is raised.
     fn queue<F: Send>(
         &self,
-        py: Python<'_>,
-        enqueue: impl FnOnce(&Api<'_>, &Stream) -> Result<Completion<Outcome>, Refused<F>> + Send,
+        function: &Bound<'_, PyAny>,
+        args: &Bound<'_, PyTuple>,
+        kwargs: Option<&Bound<'_, PyDict>>,
+        enqueue: impl FnOnce(&Api<'_>, &Stream, Job) -> Result<Completion<Outcome>, Refused<F>> + Send,
     ) -> PyResult<CompletionPy> {
-        super::gate::refuse_forked()?;
-        let queued = py.detach(|| Api::attach(|api| enqueue(api, &self.0)));
-        match queued {
-            Ok(Ok(completion)) => Ok(CompletionPy::call(completion)),
+        let py = function.py();
+        refuse_forked()?;
+        // Left here when this thread may not call at all.
+        let mut job = Some(Job::new(function, args, kwargs)?);
+        let queued = py.detach(|| {
+            Api::attach(|api| enqueue(api, &self.0, job.take().expect("put there above, and this is called once")))
+        });
+        let error = match queued {
+            Ok(Ok(completion)) => return Ok(CompletionPy::call(completion)),
             Ok(Err(Refused { error, returned })) => {
                 drop_attached(py, returned);
-                Err(exception(py, &error))
+                error
             }
-            Err(error) => Err(exception(py, &error)),
-        }
+            Err(error) => error,
+        };
+        drop_attached(py, job);
+        Err(exception(py, &error))
     }
 }
 
@@ -269,13 +278,12 @@ impl StreamPy {
     #[pyo3(signature = (r#fn, /, *args, **kwargs))]
     fn add_callback(
         &self,
-        py: Python<'_>,
         r#fn: &Bound<'_, PyAny>,
         args: &Bound<'_, PyTuple>,
         kwargs: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<CompletionPy> {
-        let (job, device) = (Job::new(r#fn, args, kwargs)?, self.0.device());
-        self.queue(py, move |api, stream| {
+        let device = self.0.device();
+        self.queue(r#fn, args, kwargs, move |api, stream, job| {
             stream.add_callback(api, move |status: Status| job.run_ordered(device, Some(status)))
         })
     }
@@ -283,25 +291,24 @@ impl StreamPy {
     #[pyo3(signature = (r#fn, /, *args, **kwargs))]
     fn launch_host_func(
         &self,
-        py: Python<'_>,
         r#fn: &Bound<'_, PyAny>,
         args: &Bound<'_, PyTuple>,
         kwargs: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<CompletionPy> {
-        let (job, device) = (Job::new(r#fn, args, kwargs)?, self.0.device());
-        self.queue(py, move |api, stream| stream.launch_host_func(api, move || job.run_ordered(device, None)))
+        let device = self.0.device();
+        self.queue(r#fn, args, kwargs, move |api, stream, job| {
+            stream.launch_host_func(api, move || job.run_ordered(device, None))
+        })
     }
 
     #[pyo3(signature = (r#fn, /, *args, **kwargs))]
     fn then(
         &self,
-        py: Python<'_>,
         r#fn: &Bound<'_, PyAny>,
         args: &Bound<'_, PyTuple>,
         kwargs: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<CompletionPy> {
-        let job = Job::new(r#fn, args, kwargs)?;
-        self.queue(py, move |api, stream| stream.then(api, move |_api: &Api<'_>| job.run_free()))
+        self.queue(r#fn, args, kwargs, |api, stream, job| stream.then(api, move |_api: &Api<'_>| job.run_free()))
     }
 
     fn completion(&self, py: Python<'_>) -> PyResult<CompletionPy> {

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 
-use super::gate::{self, Buried, Debt, Slot};
+use super::gate::{self, Buried, Debt, Objects, Slot};
 use crate::api::callback_scope;
 use crate::device::Device;
 use crate::error::Status;
@@ -46,6 +46,14 @@ struct Call {
     kwargs: Option<Py<PyDict>>,
 }
 
+impl Objects for Call {
+    fn each(self, take: &mut dyn FnMut(Py<PyAny>)) {
+        take(self.function);
+        take(self.args.into_any());
+        self.kwargs.map(Py::into_any).into_iter().for_each(take);
+    }
+}
+
 impl Job {
     pub(super) fn new(
         function: &Bound<'_, PyAny>,
@@ -70,7 +78,7 @@ impl Job {
             // Let go of here, attached, so that what the callable holds is freed before its result can be seen.
             let call = call.into_inner(py);
             let outcome = call.run(py, status);
-            drop(call);
+            gate::let_go(py, call);
             match outcome {
                 Ok(value) => Outcome::Returned(value),
                 Err(error) => {
