@@ -11,14 +11,13 @@
 //! where another signal than the driver's callback can take over: it needs a `HostCode` and a status, nothing else.
 
 use std::ffi::c_void;
-use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use cudarc::driver::sys::CUstream;
 
 use crate::api::{Api, callback_scope};
-use crate::completion::{Outcome, Promise};
+use crate::completion::{Outcome, Promise, shield};
 use crate::device::Device;
 use crate::error::{Error, Result, Status};
 use crate::executor::CONTINUATIONS;
@@ -227,10 +226,7 @@ unsafe extern "C" fn trampoline<C: HostCode>(_stream: CUstream, status: u32, dat
     // SAFETY: `data` is the packet of `enqueue`, and the driver calls once, so nobody else takes it.
     let packet = unsafe { Box::from_raw(data.cast::<Packet<C>>()) };
     let Packet { code, ticket } = *packet;
-    let run = AssertUnwindSafe(|| callback_scope(|| code.reached(Status::new(status), ticket)));
     // Host code's own panics were caught and became its result; one that comes this far is from a destructor. It must
     // not unwind into the driver, and the panic hook has told of it.
-    if let Err(payload) = panic::catch_unwind(run) {
-        std::mem::forget(payload);
-    }
+    shield(|| callback_scope(|| code.reached(Status::new(status), ticket)));
 }

@@ -186,16 +186,6 @@ impl<T> Completion<T> {
         }
     }
 
-    /// As [`Completion::peek`], but `None` also when another thread uses the completion at this moment: for callers that
-    /// must not block.
-    #[cfg(feature = "python")]
-    pub(crate) fn try_peek<R>(&self, f: impl FnOnce(&Result<T>) -> R) -> Option<R> {
-        match &self.shared.state.try_lock().ok()?.phase {
-            Phase::Done(result) => Some(f(result)),
-            _ => None,
-        }
-    }
-
     /// Waits for the result and moves it out.
     ///
     /// # Errors
@@ -225,12 +215,14 @@ impl<T> Future for Completion<T> {
     /// # Panics
     /// When it is polled again after it gave its result.
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<T>> {
+        // Cloned before, and the old one dropped after, since both run foreign code.
+        let waker = context.waker().clone();
         let mut state = self.shared.lock();
         match state.phase {
             Phase::Pending | Phase::Running => {
-                if !state.waker.as_ref().is_some_and(|waker| waker.will_wake(context.waker())) {
-                    state.waker = Some(context.waker().clone());
-                }
+                let before = state.waker.replace(waker);
+                drop(state);
+                drop(before);
                 return Poll::Pending;
             }
             Phase::Done(_) => {}
@@ -260,7 +252,7 @@ impl<T> Shared<T> {
         self.done.notify_all();
         drop(state);
         // A hook's panic must not keep the others from being told, nor reach the driver.
-        let shielded = |tell: Hook| drop(panic::catch_unwind(AssertUnwindSafe(tell)));
+        let shielded = |tell: Hook| shield(tell);
         hooks.into_iter().map(|(_, hook)| hook).for_each(shielded);
         if let Some(waker) = waker {
             shielded(Box::new(move || waker.wake()));
@@ -294,6 +286,8 @@ impl<T> Promise<T> {
                 .map(|text| (*text).to_owned())
                 .or_else(|| payload.downcast_ref::<String>().cloned())
                 .unwrap_or_else(|| "a panic without a message".into());
+            // Its drop could panic again.
+            std::mem::forget(payload);
             Error::Panicked { message }
         });
         ended(if result.is_ok() { Outcome::Ran } else { Outcome::Failed });
@@ -303,6 +297,13 @@ impl<T> Promise<T> {
     /// Resolves without running anything.
     pub(crate) fn resolve(self, result: Result<T>) {
         self.shared.resolve(|phase| matches!(phase, Phase::Pending | Phase::Running), result);
+    }
+}
+
+/// Runs `f`, whose panic ends here. The payload is forgotten, since its drop could panic again.
+pub(crate) fn shield(f: impl FnOnce()) {
+    if let Err(payload) = panic::catch_unwind(AssertUnwindSafe(f)) {
+        std::mem::forget(payload);
     }
 }
 
@@ -377,6 +378,20 @@ mod tests {
         let (promise, completion) = channel::<()>();
         promise.run(|| panic!("number {}", 5), |outcome| assert_eq!(outcome, Outcome::Failed));
         assert_eq!(completion.into_result(None), Err(Error::Panicked { message: "number 5".into() }));
+    }
+
+    #[test]
+    fn a_payload_whose_drop_panics_does_no_harm() {
+        struct Bomb;
+        impl Drop for Bomb {
+            fn drop(&mut self) {
+                panic!("in the drop of a payload");
+            }
+        }
+        let (promise, completion) = channel::<()>();
+        promise.run(|| panic::panic_any(Bomb), |outcome| assert_eq!(outcome, Outcome::Failed));
+        assert!(matches!(completion.into_result(None), Err(Error::Panicked { .. })));
+        shield(|| panic::panic_any(Bomb));
     }
 
     #[test]

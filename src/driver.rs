@@ -303,8 +303,11 @@ impl Driver {
 
     /// A driver made of `table`, which says of itself that it has `version`: a stand-in for an older driver in tests.
     /// `cuInit` is not called.
+    ///
+    /// # Safety
+    /// The table's functions are what their names say, or `None`.
     #[must_use]
-    pub fn with_table(kind: Kind, table: Table, version: u32) -> Driver {
+    pub unsafe fn with_table(kind: Kind, table: Table, version: u32) -> Driver {
         Driver { table, kind, version }
     }
 

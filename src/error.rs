@@ -64,6 +64,11 @@ impl Status {
         matches!(self.0, 214 | 220 | 226 | 700 | 702 | 710 | 714..=719 | 721 | 911)
     }
 
+    /// Whether queued work is over because its context or the driver is: it uses nothing any more.
+    pub(crate) fn ends_all_work(self) -> bool {
+        self.sticky() || matches!(self, Status::CONTEXT_IS_DESTROYED | Status::DEINITIALIZED)
+    }
+
     /// The name in `cuda.h`, `CUDA_ERROR_ILLEGAL_ADDRESS`; `CUDA_ERROR_12345` for a code that has none here.
     #[must_use]
     pub fn name(self) -> Cow<'static, str> {

@@ -11,7 +11,7 @@ use crate::api::Api;
 use crate::completion::Completion;
 use crate::device::Device;
 use crate::error::{Error, Result, Status};
-use crate::reaper;
+use crate::reaper::{self, Relaxed};
 use crate::stream::{Stream, StreamOptions, poll_until_done};
 
 /// How an [`Event`] is made (`cuEventCreate`'s flags).
@@ -59,6 +59,8 @@ impl RawEvent {
     }
 
     fn query(&self) -> Result<bool> {
+        // A question is no part of anybody's capture, so it must not break one.
+        let _relaxed = Relaxed::enter(self.device.driver());
         // SAFETY: the handle is alive as long as this is.
         match unsafe { self.device.driver().cuEventQuery(self.handle) } {
             Ok(()) => Ok(true),
@@ -69,7 +71,8 @@ impl RawEvent {
 
     /// Whether nothing is to be expected from it any more: it was reached, or the context failed.
     pub(crate) fn reached(&self) -> bool {
-        self.query().unwrap_or(true)
+        // Any other refusal says nothing about the work before it, which may still use what is kept for it.
+        self.query().unwrap_or_else(|error| error.status().ends_all_work())
     }
 }
 

@@ -6,10 +6,11 @@
 //! stand-by behind.
 
 use std::collections::{HashMap, VecDeque};
-use std::panic::{self, AssertUnwindSafe};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use crate::completion::shield;
 
 /// How long a strand waits for a busy worker before the stand-by takes it.
 const PATIENCE: Duration = Duration::from_micros(500);
@@ -56,7 +57,8 @@ impl Executor {
         self.pool.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs `job` on a worker thread, after every job that was submitted under the same `strand` before.
+    /// Runs `job` on a worker thread, after every job that was submitted under the same `strand` before. Drops it when
+    /// the system cannot start even one thread.
     pub fn submit(&'static self, strand: u64, job: impl FnOnce() + Send + 'static) {
         let mut guard = self.lock();
         let pool = guard.get_or_insert_default();
@@ -66,6 +68,13 @@ impl Executor {
             pool.strands.insert(strand, VecDeque::from([Box::new(job) as Job]));
             pool.ready.push_back((strand, Instant::now()));
             self.call_a_worker(pool);
+        }
+        if pool.threads == 0 {
+            // The system has no thread for the first worker. To drop the jobs is to resolve what waits for them.
+            pool.ready.clear();
+            let lost = std::mem::take(&mut pool.strands);
+            drop(guard);
+            drop(lost);
         }
     }
 
@@ -81,7 +90,6 @@ impl Executor {
             if started.is_err() {
                 // The system has no thread to give; the workers that there are will come to it.
                 pool.threads -= 1;
-                assert!(pool.threads > 0, "the system cannot start the first worker thread");
             }
         }
     }
@@ -99,7 +107,7 @@ impl Executor {
                 let turn = Instant::now();
                 while let Some(job) = jobs.pop_front() {
                     // A continuation catches its own panics; this keeps the worker alive whatever comes.
-                    drop(panic::catch_unwind(AssertUnwindSafe(job)));
+                    shield(job);
                     if turn.elapsed() >= TURN {
                         break;
                     }

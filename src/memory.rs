@@ -9,6 +9,7 @@ use cudarc::driver::sys::CUpointer_attribute as PointerAttribute;
 
 use crate::api::Api;
 use crate::device::Device;
+use crate::driver::is_forked_child;
 use crate::error::{Error, Result, Status};
 use crate::reaper::Relaxed;
 use crate::stream::Stream;
@@ -53,6 +54,11 @@ impl Class {
     fn new(device: Device, kind: BufferKind, attach: ManagedAttach, len: usize) -> Class {
         let step = (len.checked_next_power_of_two().unwrap_or(1 << 63) / 8).max(Class::SMALLEST);
         Class { device, kind, attach, bytes: len.div_ceil(step).saturating_mul(step) }
+    }
+
+    /// Puts a block of this class that nobody uses into the cache.
+    fn put_back(self, address: u64) {
+        cache().get_or_insert_default().entry(self).or_default().push(address);
     }
 
     /// Asks the driver for a block.
@@ -103,25 +109,31 @@ impl Device {
     /// # Errors
     /// What the driver answers.
     pub fn free_cached_memory(self, api: &Api<'_>) -> Result<usize> {
-        let classes: Vec<(Class, Vec<u64>)> =
-            cache().get_or_insert_default().extract_if(|class, _| class.device == self).collect();
         let _bound = self.bind(api)?;
         let driver = self.driver();
         let _relaxed = Relaxed::enter(driver);
-        let mut bytes = 0;
+        let classes: Vec<(Class, Vec<u64>)> =
+            cache().get_or_insert_default().extract_if(|class, _| class.device == self).collect();
+        let (mut bytes, mut failed) = (0, None);
         for (class, addresses) in classes {
             for address in addresses {
                 // SAFETY: the block was allocated as its class says, no buffer uses it, and it left the cache.
-                unsafe {
+                let freed = unsafe {
                     match class.kind {
                         BufferKind::Pinned => driver.cuMemFreeHost(address as *mut c_void),
                         BufferKind::Managed | BufferKind::Device => driver.cuMemFree_v2(address),
                     }
-                }?;
-                bytes += class.bytes;
+                };
+                match freed {
+                    Ok(()) => bytes += class.bytes,
+                    Err(error) => {
+                        failed.get_or_insert(error);
+                        class.put_back(address);
+                    }
+                }
             }
         }
-        Ok(bytes)
+        failed.map_or(Ok(bytes), Err)
     }
 }
 
@@ -135,8 +147,9 @@ struct Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         // This was the last handle, and queued work keeps one: nothing uses the block any more.
-        if self.len > 0 {
-            cache().get_or_insert_default().entry(self.class).or_default().push(self.address);
+        // In a forked child the memory is the parent's, whose threads may have held the lock.
+        if self.len > 0 && !is_forked_child() {
+            self.class.put_back(self.address);
         }
     }
 }

@@ -9,7 +9,6 @@
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
-use std::panic::{self, AssertUnwindSafe};
 use std::ptr;
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
@@ -17,6 +16,7 @@ use std::time::Duration;
 
 use cudarc::driver::sys::CUstreamCaptureMode;
 
+use crate::completion::shield;
 use crate::device::Device;
 use crate::driver::{Driver, is_forked_child};
 use crate::error::Result;
@@ -120,7 +120,7 @@ fn run() {
                 progress = true;
                 let done = queue.pop_front().expect("just seen");
                 let device = done.event.device();
-                drop(panic::catch_unwind(AssertUnwindSafe(|| drop(done.payload))));
+                shield(|| drop(done.payload));
                 device.give_event_back(done.event);
             }
             !queue.is_empty()
@@ -131,7 +131,7 @@ fn run() {
             // This thread has no other user, so the context need not be restored. If it cannot be made current it is
             // gone, and what it owned with it; the release then fails without harm.
             drop(device.make_current());
-            drop(panic::catch_unwind(AssertUnwindSafe(release)));
+            shield(release);
         }
     }
 }

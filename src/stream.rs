@@ -17,7 +17,7 @@ use crate::completion::{self, Completion, INTERRUPT_CHECK};
 use crate::device::{Bound, Device};
 use crate::error::{Error, Refused, Result, Status};
 use crate::event::{Event, RawEvent};
-use crate::reaper;
+use crate::reaper::{self, Relaxed};
 
 /// How the host is told that a stream reached a point.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -131,7 +131,7 @@ impl std::fmt::Debug for Stream {
 /// A stream that can be used: alive, on the right thread, its context current; from [`Stream::ready`], not capturing.
 pub(crate) struct Ready<'a> {
     raw: Arc<RawStream>,
-    id: u64,
+    strand: u64,
     _bound: Bound<'a>,
 }
 
@@ -148,11 +148,11 @@ impl Ready<'_> {
             unsafe { device.driver().cuEventRecord(event.handle(), self.raw.handle) }.map(|()| event)
         });
         match recorded {
-            Ok(event) => reaper::keep(self.id, event, payload),
-            // Without an event nobody learns when the work is done: wait for it here. If even that fails the context is
-            // lost, and its work will not touch the payload any more.
-            // SAFETY: the stream is alive.
-            Err(_) => drop(unsafe { device.driver().cuStreamSynchronize(self.raw.handle) }),
+            Ok(event) => reaper::keep(self.strand, event, payload),
+            Err(error) if error.status().ends_all_work() => drop(payload),
+            // Without an event nobody learns when the work is done, and to wait for it here could be for ever: the
+            // payload is leaked, so that it is valid in any case.
+            Err(_) => std::mem::forget(payload),
         }
     }
 }
@@ -265,6 +265,11 @@ impl Stream {
         })
     }
 
+    /// The id, told apart from those of the other driver.
+    fn strand(&self) -> u64 {
+        self.inner.id | u64::from(self.inner.device.is_software()) << 60
+    }
+
     fn raw(&self) -> Result<Arc<RawStream>> {
         let raw = self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let raw = raw.ok_or(Error::Closed { what: "Stream" })?;
@@ -287,7 +292,7 @@ impl Stream {
     pub(crate) fn alive<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
         let raw = self.raw()?;
         let bound = self.inner.device.bind(api)?;
-        Ok(Ready { raw, id: self.inner.id, _bound: bound })
+        Ok(Ready { raw, strand: self.strand(), _bound: bound })
     }
 
     /// Its handle (`CUstream`), for other libraries. It is valid until the stream is closed and its last clone dropped.
@@ -508,7 +513,7 @@ impl Stream {
         T: Send + 'static,
     {
         let (promise, completion) = completion::channel();
-        match self.enqueue(api, Continuation { f, promise, strand: self.inner.id }) {
+        match self.enqueue(api, Continuation { f, promise, strand: self.strand() }) {
             Ok(()) => Ok(completion),
             Err((error, code)) => Err(Refused { error, returned: code.f }),
         }
@@ -532,6 +537,8 @@ impl Stream {
 }
 
 fn query(raw: &RawStream) -> Result<bool> {
+    // A question is no part of anybody's capture, so it must not break one.
+    let _relaxed = Relaxed::enter(raw.device.driver());
     // SAFETY: the handle is alive as long as this is.
     match unsafe { raw.device.driver().cuStreamQuery(raw.handle) } {
         Ok(()) => Ok(true),

@@ -171,6 +171,14 @@ pub fn inject(function: &str, code: u32, nth: u32) -> Result<Injection> {
     Ok(Injection(softcuda::control::inject(function, code, nth)))
 }
 
+impl Injection {
+    /// Whether the call that fails has been made.
+    #[must_use]
+    pub fn is_used(&self) -> bool {
+        !softcuda::control::is_pending(self.0)
+    }
+}
+
 impl Drop for Injection {
     fn drop(&mut self) {
         softcuda::control::clear(self.0);

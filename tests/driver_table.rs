@@ -1,13 +1,15 @@
 //! The driver table: versions, missing functions, and refused calls on the software driver.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rstream::driver::{Driver, Kind};
 use rstream::{Api, Buffer, Device, Error, Pattern, Status, Stream, StreamOptions, testing};
 
 #[test]
 fn a_function_newer_than_the_driver_is_refused_and_never_called() {
-    let driver = Driver::with_table(Kind::Soft, Driver::soft_table(), 12_070);
+    // SAFETY: the table is the software driver's.
+    let driver = unsafe { Driver::with_table(Kind::Soft, Driver::soft_table(), 12_070) };
     // SAFETY: the call is refused before the NULL pointer can be used.
     let refused = unsafe { driver.cuStreamGetDevice(std::ptr::null_mut(), std::ptr::null_mut()) };
     assert_eq!(refused, Err(Error::DriverTooOld { function: "cuStreamGetDevice", needed: 12_080, found: 12_070 }));
@@ -17,7 +19,8 @@ fn a_function_newer_than_the_driver_is_refused_and_never_called() {
 fn a_missing_function_is_told_and_nothing_panics() {
     let mut table = Driver::soft_table();
     table.cuStreamGetId = None;
-    let driver = Driver::with_table(Kind::Soft, table, 13_000);
+    // SAFETY: the table is the software driver's, less one function.
+    let driver = unsafe { Driver::with_table(Kind::Soft, table, 13_000) };
     let mut id = 0;
     // SAFETY: the call is refused before anything is used.
     let refused = unsafe { driver.cuStreamGetId(std::ptr::null_mut(), &raw mut id) };
@@ -82,6 +85,55 @@ fn an_object_of_another_device_is_refused() {
         let adopted = unsafe { Stream::from_raw(api, a, other.handle()?, None) };
         assert!(matches!(adopted, Err(Error::InvalidValue { .. })));
         Ok::<(), Error>(())
+    })
+    .unwrap()
+    .unwrap();
+}
+
+#[test]
+fn what_queued_work_uses_is_kept_whatever_an_event_answers() {
+    struct Told(Arc<AtomicBool>);
+    impl Drop for Told {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Release);
+        }
+    }
+    Api::attach(|api| {
+        let stream = Stream::new(api, Device::soft(api, 1)?, StreamOptions::default())?;
+        let (dst, src) = (Buffer::pinned(api, stream.device(), 8)?, Buffer::pinned(api, stream.device(), 8)?);
+        let hold = testing::hold(api, &stream)?;
+        let gone = Arc::new(AtomicBool::new(false));
+        // The first look of the background thread at its event is refused, as by somebody's capture.
+        let refused = testing::inject("cuEventQuery", 900, 1)?;
+        // SAFETY: both buffers live to the end of this test, which waits for the stream.
+        unsafe { stream.copy_raw(api, dst.ptr(), src.ptr(), 8, Told(Arc::clone(&gone))) }?;
+        while !refused.is_used() {
+            std::thread::yield_now();
+        }
+        assert!(!gone.load(Ordering::Acquire));
+        hold.release();
+        stream.synchronize(api, None, &mut || false)?;
+        while !gone.load(Ordering::Acquire) {
+            std::thread::yield_now();
+        }
+        Ok::<(), Error>(())
+    })
+    .unwrap()
+    .unwrap();
+}
+
+#[test]
+fn a_hold_returns_even_if_nothing_can_be_kept_for_it() {
+    Api::attach(|api| {
+        let stream = Stream::new(api, Device::soft(api, 1)?, StreamOptions::default())?;
+        testing::hold(api, &stream)?.release();
+        stream.synchronize(api, None, &mut || false)?;
+        let refused = testing::inject("cuEventRecord", Status::OUT_OF_MEMORY.code(), 1)?;
+        let hold = testing::hold(api, &stream)?;
+        drop(refused);
+        assert!(!stream.query(api)?);
+        hold.release();
+        stream.synchronize(api, None, &mut || false)
     })
     .unwrap()
     .unwrap();

@@ -246,6 +246,21 @@ def test_memory_that_queued_work_uses_is_not_used_again(stream, device):
     hold.release()
 
 
+def test_a_copy_keeps_the_memory_whatever_becomes_of_the_array(stream, device):
+    target, source = rs.pinned_empty(64, np.uint8, device), rs.pinned_empty(64, np.uint8, device)
+    source[:] = 1
+    hold = rs.testing.hold(stream)
+    stream.copy(target, source)
+    source._memory = None
+    gc.collect()
+    others = [rs.pinned_empty(64, np.uint8, device) for _ in range(4)]
+    for other in others:
+        other[:] = 2
+    hold.release()
+    stream.synchronize(30)
+    assert (np.asarray(target) == 1).all()
+
+
 def test_cached_memory_can_be_given_back(device):
     # Words of holds of earlier tests may come into the cache meanwhile; they are smaller than this.
     size = 1 << 20
@@ -277,3 +292,21 @@ def test_to_host_waits_for_the_stream_that_it_is_given(stream, device):
     stream.fill(array, 4)
     assert array.to_host(stream).tolist() == [4, 4, 4]
     assert array.to_host().tolist() == [4, 4, 4]
+
+
+@pytest.mark.soft_only
+def test_cached_memory_that_cannot_be_freed_stays_in_the_cache(program):
+    # In a process of its own, where no other block can be the one that is refused.
+    out = program(
+        """
+        device = rs.default_device()
+        rs.device_empty(1 << 20, "u1", device)
+        with rs.testing.inject("cuMemFree_v2", 999):
+            try:
+                device.free_cached_memory()
+            except rs.CudaError as error:
+                print("cuMemFree" in str(error))
+        print(device.free_cached_memory() >= 1 << 20)
+        """
+    )
+    assert out == "True\nTrue\n"

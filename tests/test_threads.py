@@ -340,6 +340,33 @@ def test_callbacks_run_while_every_worker_of_continuations_is_blocked(device):
     assert all(completion.result() for completion in waiting)
 
 
+def test_workers_that_end_leave_no_thread_state_behind(program):
+    out = program(
+        """
+        import ctypes, threading
+        api = ctypes.pythonapi
+        for name in ("PyInterpreterState_Get", "PyInterpreterState_ThreadHead", "PyThreadState_Next"):
+            getattr(api, name).restype = ctypes.c_void_p
+        api.PyInterpreterState_ThreadHead.argtypes = api.PyThreadState_Next.argtypes = [ctypes.c_void_p]
+        def states():
+            state, count = api.PyInterpreterState_ThreadHead(api.PyInterpreterState_Get()), 0
+            while state:
+                state, count = api.PyThreadState_Next(state), count + 1
+            return count
+        streams = [rs.Stream() for _ in range(50)]
+        for _ in range(20):
+            go, started = threading.Event(), threading.Semaphore(0)
+            waiting = [stream.then(lambda: (started.release(), go.wait(60))) for stream in streams]
+            for _ in streams:
+                assert started.acquire(timeout=60)
+            go.set()
+            assert not rs.wait(waiting, 60).not_done
+        print(states())
+        """
+    )
+    assert int(out) < 150
+
+
 def test_polling_a_completion_does_not_make_it_grow(stream):
     class Waiter:
         pass

@@ -40,6 +40,12 @@ pub fn inject(function: &str, code: u32, nth: u32) -> InjectionId {
     id
 }
 
+/// Whether an injection has neither been used nor taken back.
+#[must_use]
+pub fn is_pending(id: InjectionId) -> bool {
+    injections().iter().any(|injection| injection.id == id)
+}
+
 /// Takes an injection back. False: it was used.
 pub fn clear(id: InjectionId) -> bool {
     let mut injections = injections();

@@ -291,15 +291,10 @@ pub unsafe extern "C" fn cuStreamBatchMemOp_v2(
     ops: *mut CUstreamBatchMemOpParams,
     flags: c_uint,
 ) -> c_uint {
-    /// The layout that all members of the union share.
-    #[repr(C)]
-    #[derive(Clone, Copy)]
-    struct Params {
-        operation: u32,
-        address: u64,
-        value: u64,
-        flags: u32,
-    }
+    // Where each member of the union has its fields; a 32-bit value leaves the other half of its place unset.
+    const ADDRESS: usize = 8;
+    const VALUE: usize = 16;
+    const FLAGS: usize = 24;
     const MOST: c_uint = 256;
     call("cuStreamBatchMemOp_v2", || {
         let id = resolve(stream)?;
@@ -308,16 +303,21 @@ pub unsafe extern "C" fn cuStreamBatchMemOp_v2(
         }
         let mut works = Vec::with_capacity(count as usize);
         for index in 0..count as usize {
-            // SAFETY: the caller has `count` operations; the struct is a prefix of each member of the union.
-            let op = unsafe { ops.add(index).cast::<Params>().read() };
-            let (wide, wait) = match op.operation {
-                1 => (false, Some(op.flags)),
-                2 => (false, None),
-                4 => (true, Some(op.flags)),
-                5 => (true, None),
-                _ => return Err(INVALID_VALUE),
-            };
-            works.push(memory_operation(op.address, wide, op.value, wait)?);
+            // SAFETY: the caller has `count` operations, each with the fields of its kind.
+            unsafe {
+                let op = ops.add(index).cast::<u8>();
+                let flags = || op.add(FLAGS).cast::<u32>().read();
+                let (wide, wait) = match op.cast::<u32>().read() {
+                    1 => (false, Some(flags())),
+                    2 => (false, None),
+                    4 => (true, Some(flags())),
+                    5 => (true, None),
+                    _ => return Err(INVALID_VALUE),
+                };
+                let value = op.add(VALUE);
+                let value = if wide { value.cast::<u64>().read() } else { u64::from(value.cast::<u32>().read()) };
+                works.push(memory_operation(op.add(ADDRESS).cast::<u64>().read(), wide, value, wait)?);
+            }
         }
         system::submit_all(id, works)
     })

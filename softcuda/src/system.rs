@@ -582,7 +582,9 @@ fn engine() {
     let mut system = lock();
     loop {
         let mut progress = false;
-        while let Some(stream) = system.ready.pop_front() {
+        // What is listed now; what that lists comes after the alarms and the waits on memory.
+        for _ in 0..system.ready.len() {
+            let Some(stream) = system.ready.pop_front() else { break };
             progress = true;
             system = step(system, stream);
         }

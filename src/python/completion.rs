@@ -309,11 +309,12 @@ impl CompletionPy {
         format!("<rstream.Completion {state}>")
     }
 
+    /// Waits for the lock, so that all passes of a collection see the same: nobody who has it waits for the interpreter.
     /// A result may refer to this object: an exception does, by the frames of its traceback.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         let Inner::Call(completion) = &*self.inner else { return Ok(()) };
         completion
-            .try_peek(|result| match result {
+            .peek(|result| match result {
                 Ok(Outcome::Returned(value)) => visit.call(value),
                 Ok(Outcome::Raised(error)) => visit.call(error),
                 Ok(Outcome::Shutdown) | Err(_) => Ok(()),

@@ -9,7 +9,7 @@
 //! process. PyO3 parks the thread in its own waits for the GIL. Here [`call`], [`let_go`] and [`report`] do it for the
 //! three ways in which a worker runs foreign Python code: a call, a finalizer, and `sys.unraisablehook`.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -23,6 +23,17 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::completion::INTERRUPT_CHECK;
 use crate::executor::CONTINUATIONS;
+
+/// A function of CPython's as one that may unwind, which it does in one case: `pthread_exit` inside of it. Hidden from the
+/// optimizer: it knows the function as one that does not, and would leave the guard out.
+macro_rules! unwinding {
+    ($function:path: fn($($argument:ty),*) $(-> $result:ty)?) => {{
+        type Function = unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?;
+        let hidden = std::hint::black_box($function as *const c_void);
+        // SAFETY: the same function with the same arguments; "C-unwind" only says that it may unwind.
+        unsafe { std::mem::transmute::<*const c_void, Function>(hidden) }
+    }};
+}
 
 static CLOSED: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
@@ -203,18 +214,43 @@ pub(super) fn is_closed() -> bool {
     CLOSED.load(Ordering::Acquire)
 }
 
-/// Gives this thread a thread state of the interpreter for good, so that attaching does not make and destroy one each
-/// time.
+/// A thread state of the interpreter that a worker keeps while it lives, so that attaching does not make and destroy one
+/// each time.
+struct ThreadState {
+    state: *mut ffi::PyThreadState,
+    before: ffi::PyGILState_STATE,
+}
+
+/// Gives this thread its thread state.
 fn keep_thread_state() {
     thread_local! {
-        static KEPT: Cell<bool> = const { Cell::new(false) };
+        static KEPT: RefCell<Option<ThreadState>> = const { RefCell::new(None) };
     }
-    if !KEPT.replace(true) {
-        // SAFETY: the interpreter lives: `enter` saw the gate open, and the exit waits for those who are entering. The
-        // state is never released, on purpose: the interpreter frees it with itself.
-        unsafe {
-            ffi::PyGILState_Ensure();
-            ffi::PyEval_SaveThread();
+    KEPT.with_borrow_mut(|kept| {
+        kept.get_or_insert_with(|| {
+            // SAFETY: the interpreter lives: `enter` saw the gate open, and the exit waits for those who are entering.
+            unsafe {
+                let before = ffi::PyGILState_Ensure();
+                ThreadState { before, state: ffi::PyEval_SaveThread() }
+            }
+        });
+    });
+}
+
+impl Drop for ThreadState {
+    /// The thread ends.
+    fn drop(&mut self) {
+        ENTERING.fetch_add(1, Ordering::SeqCst);
+        if !CLOSED.load(Ordering::SeqCst) {
+            let release = unwinding!(ffi::PyGILState_Release: fn(ffi::PyGILState_STATE));
+            // SAFETY: the interpreter lives, as in `keep_thread_state`; it is this thread's own state, saved there.
+            unsafe { ffi::PyEval_RestoreThread(self.state) };
+            ENTERING.fetch_sub(1, Ordering::SeqCst);
+            // SAFETY: attached by the line above. What the state held may run finalizers.
+            or_park(|| unsafe { release(self.before) });
+        } else {
+            // The interpreter frees it with itself.
+            ENTERING.fetch_sub(1, Ordering::SeqCst);
         }
     }
 }
@@ -237,17 +273,6 @@ fn or_park<R>(inside: impl FnOnce() -> R) -> R {
     // It returned, so this thread was not ended.
     std::mem::forget(park);
     result
-}
-
-/// A function of CPython's as one that may unwind, which it does in one case: `pthread_exit` inside of it. Hidden from the
-/// optimizer: it knows the function as one that does not, and would leave the guard out.
-macro_rules! unwinding {
-    ($function:path: fn($($argument:ty),*) $(-> $result:ty)?) => {{
-        type Function = unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?;
-        let hidden = std::hint::black_box($function as *const c_void);
-        // SAFETY: the same function with the same arguments; "C-unwind" only says that it may unwind.
-        unsafe { std::mem::transmute::<*const c_void, Function>(hidden) }
-    }};
 }
 
 /// Lets go of `objects`, whose finalizers run here.

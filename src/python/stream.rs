@@ -71,6 +71,8 @@ impl Region {
             if !stream.get().0.may_use(buffer) {
                 return refuse(format!("{role}: memory of device {of_buffer} on a stream of device {of_stream}"));
             }
+            // The memory itself is kept, whatever becomes of the array.
+            let keep = memory.clone().into_any().unbind();
             return Ok(Region { address: buffer.ptr(), bytes: buffer.len(), writable: true, keep });
         }
         static DESCRIBE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();

@@ -40,6 +40,26 @@ pub(super) struct Job {
     debt: Debt,
 }
 
+/// Where the driver's thread waits for an outcome. Dropped without one, as when there is no thread to run the job, it says
+/// that the job was not run.
+struct Unrun(Option<Arc<Slot<Outcome>>>);
+
+impl Unrun {
+    fn put(mut self, outcome: Outcome) {
+        if let Some(slot) = self.0.take() {
+            slot.put(outcome);
+        }
+    }
+}
+
+impl Drop for Unrun {
+    fn drop(&mut self) {
+        if let Some(slot) = self.0.take() {
+            slot.put(Outcome::Shutdown);
+        }
+    }
+}
+
 struct Call {
     function: Py<PyAny>,
     args: Py<PyTuple>,
@@ -102,7 +122,8 @@ impl Job {
         let strand = u64::from(device.ordinal()) * 2 + u64::from(device.is_software());
         let slot = Arc::new(Slot::new());
         let result = Arc::clone(&slot);
-        CALLBACKS.submit(strand, move || result.put(callback_scope(|| self.run(status))));
+        let unrun = Unrun(Some(result));
+        CALLBACKS.submit(strand, move || unrun.put(callback_scope(|| self.run(status))));
         slot.wait().unwrap_or(Outcome::Shutdown)
     }
 }
