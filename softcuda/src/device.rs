@@ -13,6 +13,8 @@ use crate::{call, call_outside, codes, put};
 /// CUDA 13.0, the version of the driver whose behaviour this follows.
 const VERSION: c_int = 13_000;
 pub(crate) const PRIORITIES: (i32, i32) = (0, -5);
+/// Enough for green contexts; nothing runs on them.
+pub(crate) const MULTIPROCESSORS: c_uint = 16;
 pub(crate) const MEM_SYNC_DOMAINS: u8 = 4;
 pub(crate) const MOST_WINDOW_BYTES: usize = 128 << 20;
 const FIRST_CONTEXT: usize = 0x4_0000_0000;
@@ -41,7 +43,8 @@ pub(crate) fn ordinal_of(context: usize) -> usize {
     (context - FIRST_CONTEXT) / CONTEXT_STEP
 }
 
-fn device(dev: c_int) -> Answer<usize> {
+/// The ordinal of a device that exists.
+pub(crate) fn known(dev: c_int) -> Answer<usize> {
     if !INITIALIZED.load(Ordering::Acquire) {
         return Err(NOT_INITIALIZED);
     }
@@ -73,7 +76,7 @@ pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> c_uint {
 
 pub unsafe extern "C" fn cuDeviceGetCount(out: *mut c_int) -> c_uint {
     call_outside("cuDeviceGetCount", || {
-        device(0)?;
+        known(0)?;
         // SAFETY: the caller's promise.
         unsafe { put(out, c_int::try_from(count()).expect("at most 16")) }
     })
@@ -81,7 +84,7 @@ pub unsafe extern "C" fn cuDeviceGetCount(out: *mut c_int) -> c_uint {
 
 pub unsafe extern "C" fn cuDeviceGet(out: *mut c_int, ordinal: c_int) -> c_uint {
     call_outside("cuDeviceGet", || {
-        device(ordinal)?;
+        known(ordinal)?;
         // SAFETY: the caller's promise.
         unsafe { put(out, ordinal) }
     })
@@ -89,7 +92,7 @@ pub unsafe extern "C" fn cuDeviceGet(out: *mut c_int, ordinal: c_int) -> c_uint 
 
 pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, dev: c_int) -> c_uint {
     call_outside("cuDeviceGetName", || {
-        let ordinal = device(dev)?;
+        let ordinal = known(dev)?;
         let room = usize::try_from(len).unwrap_or(0);
         if name.is_null() || room == 0 {
             return Err(INVALID_VALUE);
@@ -109,7 +112,7 @@ pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, dev: c_i
 const ATTRIBUTES: &[(Attribute, c_int)] = &[
     (Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9),
     (Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0),
-    (Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 1),
+    (Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, MULTIPROCESSORS as c_int),
     (Attribute::CU_DEVICE_ATTRIBUTE_WARP_SIZE, 32),
     (Attribute::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK, 1024),
     (Attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS, 1),
@@ -129,7 +132,7 @@ const ATTRIBUTES: &[(Attribute, c_int)] = &[
 
 pub unsafe extern "C" fn cuDeviceGetAttribute(out: *mut c_int, attribute: c_uint, dev: c_int) -> c_uint {
     call("cuDeviceGetAttribute", || {
-        device(dev)?;
+        known(dev)?;
         if attribute == 0 || attribute >= Attribute::CU_DEVICE_ATTRIBUTE_MAX as c_uint {
             return Err(INVALID_VALUE);
         }
@@ -141,37 +144,42 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(out: *mut c_int, attribute: c_uint
 
 pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(out: *mut CUcontext, dev: c_int) -> c_uint {
     call_outside("cuDevicePrimaryCtxRetain", || {
-        let handle = handle_of(device(dev)?);
+        let handle = handle_of(known(dev)?);
         // SAFETY: the caller's promise.
         unsafe { put(out, handle as CUcontext) }?;
-        let mut system = system::lock();
-        if !system.contexts.contains_key(&handle) {
-            system.new_context(handle);
-        }
-        system.contexts.get_mut(&handle).expect("made above").retained += 1;
+        retain(handle);
         Ok(())
     })
 }
 
+pub(crate) fn retain(handle: usize) {
+    let mut system = system::lock();
+    if !system.contexts.contains_key(&handle) {
+        system.new_context(handle);
+    }
+    system.contexts.get_mut(&handle).expect("made above").retained += 1;
+}
+
+pub(crate) fn release(handle: usize) -> Answer {
+    let last = {
+        let mut system = system::lock();
+        let context = system.contexts.get_mut(&handle).ok_or(INVALID_CONTEXT)?;
+        context.retained = context.retained.checked_sub(1).ok_or(INVALID_CONTEXT)?;
+        context.retained == 0
+    };
+    if last {
+        reset(handle);
+    }
+    Ok(())
+}
+
 pub unsafe extern "C" fn cuDevicePrimaryCtxRelease_v2(dev: c_int) -> c_uint {
-    call_outside("cuDevicePrimaryCtxRelease_v2", || {
-        let handle = handle_of(device(dev)?);
-        let last = {
-            let mut system = system::lock();
-            let context = system.contexts.get_mut(&handle).ok_or(INVALID_CONTEXT)?;
-            context.retained = context.retained.checked_sub(1).ok_or(INVALID_CONTEXT)?;
-            context.retained == 0
-        };
-        if last {
-            reset(handle);
-        }
-        Ok(())
-    })
+    call_outside("cuDevicePrimaryCtxRelease_v2", || release(handle_of(known(dev)?)))
 }
 
 pub unsafe extern "C" fn cuDevicePrimaryCtxReset_v2(dev: c_int) -> c_uint {
     call_outside("cuDevicePrimaryCtxReset_v2", || {
-        reset(handle_of(device(dev)?));
+        reset(handle_of(known(dev)?));
         Ok(())
     })
 }
@@ -211,7 +219,8 @@ pub unsafe extern "C" fn cuCtxGetDevice(out: *mut c_int) -> c_uint {
 pub unsafe extern "C" fn cuCtxSynchronize() -> c_uint {
     call_outside("cuCtxSynchronize", || {
         let context = current()?;
-        let system = system::lock();
+        let mut system = system::lock();
+        system.conflicts_with_captures(context)?;
         let targets = system::drained(&system, |_, stream| stream.context == context);
         let system =
             system::wait_until(system, |system| system.sound(context).is_err() || system::reached(system, &targets));

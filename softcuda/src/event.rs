@@ -5,9 +5,12 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{CUevent, CUstream};
 
-use crate::system::{self, Answer, EventState, ILLEGAL_STATE, INVALID_HANDLE, INVALID_VALUE, NOT_READY, Place, Work};
+use crate::graph::NodeWork;
+use crate::system::{self, Answer, EventState, ILLEGAL_STATE, INVALID_HANDLE, INVALID_VALUE, NOT_READY, Place};
 use crate::{call, call_outside, device, put, stream};
 
+/// Of a record or a wait: a node of its own in a capture.
+pub(crate) const EXTERNAL: c_uint = 1;
 const DISABLE_TIMING: c_uint = 2;
 const INTERPROCESS: c_uint = 4;
 
@@ -22,7 +25,7 @@ pub unsafe extern "C" fn cuEventCreate(out: *mut CUevent, flags: c_uint) -> c_ui
         let mut system = system::lock();
         system.sound(context)?;
         let handle = system::fresh_handle();
-        system.events.insert(handle, EventState { context, flags, place: None });
+        system.events.insert(handle, EventState { context, flags, place: None, captured: None });
         // SAFETY: the caller's promise.
         unsafe { put(out, handle as CUevent) }
     })
@@ -43,8 +46,18 @@ pub unsafe extern "C" fn cuEventRecord(event: CUevent, stream: CUstream) -> c_ui
 pub unsafe extern "C" fn cuEventRecordWithFlags(event: CUevent, stream: CUstream, flags: c_uint) -> c_uint {
     call("cuEventRecordWithFlags", || match flags {
         0 => record(event, stream),
-        // EXTERNAL is for capturing streams.
-        1 => Err(ILLEGAL_STATE),
+        EXTERNAL => {
+            let id = stream::resolve(stream)?;
+            let mut system = system::lock();
+            if !system.is_member(id) {
+                return Err(ILLEGAL_STATE);
+            }
+            let event = event as usize;
+            if !system.events.contains_key(&event) {
+                return Err(INVALID_HANDLE);
+            }
+            system.capture_node(id, NodeWork::Record(event))
+        }
         _ => Err(INVALID_VALUE),
     })
 }
@@ -53,22 +66,28 @@ fn record(event: CUevent, stream: CUstream) -> Answer {
     let id = stream::resolve(stream)?;
     let place = Arc::new(Place::default());
     {
-        let system = system::lock();
+        let mut system = system::lock();
+        system.respect_legacy(id)?;
         let state = system.events.get(&(event as usize)).ok_or(INVALID_HANDLE)?;
         if state.context != system.streams.get(&id).ok_or(INVALID_HANDLE)?.context {
             return Err(INVALID_HANDLE);
         }
+        if system.is_member(id) {
+            return system.capture_event(event as usize, id);
+        }
     }
-    system::submit(id, Work::Mark, Vec::new(), Some(Arc::clone(&place)))?;
+    system::mark(id, Vec::new(), Some(Arc::clone(&place)))?;
     if let Some(state) = system::lock().events.get_mut(&(event as usize)) {
         state.place = Some(place);
+        state.captured = None;
     }
     Ok(())
 }
 
 pub unsafe extern "C" fn cuEventQuery(event: CUevent) -> c_uint {
     call("cuEventQuery", || {
-        let system = system::lock();
+        let mut system = system::lock();
+        system.ask_event(event as usize)?;
         let state = system.events.get(&(event as usize)).ok_or(INVALID_HANDLE)?;
         system.sound(state.context)?;
         if state.place.as_ref().is_none_or(|place| place.is_done()) { Ok(()) } else { Err(NOT_READY) }
@@ -77,7 +96,8 @@ pub unsafe extern "C" fn cuEventQuery(event: CUevent) -> c_uint {
 
 pub unsafe extern "C" fn cuEventSynchronize(event: CUevent) -> c_uint {
     call_outside("cuEventSynchronize", || {
-        let system = system::lock();
+        let mut system = system::lock();
+        system.ask_event(event as usize)?;
         let state = system.events.get(&(event as usize)).ok_or(INVALID_HANDLE)?;
         let (context, place) = (state.context, state.place.clone());
         let system = system::wait_until(system, |system| {

@@ -4,7 +4,8 @@
 //! in C, and behaves as an H200's driver was seen to behave. It exists so that programs on streams can be developed and
 //! tested without a GPU, faults included ([`control`]).
 //!
-//! What is not implemented yet answers 801 (`CUDA_ERROR_NOT_SUPPORTED`): capture, graphs and green contexts.
+//! The kernels of a graph are the test kernel of `module.rs`; copies of boxes and arrays answer 801
+//! (`CUDA_ERROR_NOT_SUPPORTED`).
 //!
 //! # Safety
 //! Handles are never followed, so a wrong one is an error code. Pointers are followed as in the real driver: they must be
@@ -13,15 +14,18 @@
 #![allow(missing_docs, clippy::missing_safety_doc, reason = "the functions are documented in CUDA's own reference")]
 
 mod attributes;
+mod capture;
 mod codes;
 pub mod control;
 mod device;
 mod event;
+mod graph;
+mod green;
 mod memory;
 mod module;
 mod stream;
 mod system;
-mod unsupported;
+mod user_object;
 
 pub use codes::{error_name, error_text};
 
@@ -38,10 +42,9 @@ functions! {
         cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxReset_v2 cuCtxGetCurrent cuCtxSetCurrent
         cuCtxGetDevice cuCtxSynchronize cuCtxGetStreamPriorityRange cuGetErrorName cuGetErrorString;
     stream: cuStreamCreate cuStreamCreateWithPriority cuStreamDestroy_v2 cuStreamQuery cuStreamSynchronize
-        cuStreamWaitEvent cuStreamAddCallback cuLaunchHostFunc cuStreamAttachMemAsync cuStreamGetFlags
+        cuStreamWaitEvent cuStreamAddCallback cuLaunchHostFunc cuLaunchHostFunc_v2 cuStreamAttachMemAsync cuStreamGetFlags
         cuStreamGetPriority cuStreamGetId cuStreamGetCtx cuStreamGetCtx_v2 cuStreamGetDevice cuStreamWaitValue32_v2
-        cuStreamWaitValue64_v2 cuStreamWriteValue32_v2 cuStreamWriteValue64_v2 cuStreamBatchMemOp_v2
-        cuStreamIsCapturing cuThreadExchangeStreamCaptureMode;
+        cuStreamWaitValue64_v2 cuStreamWriteValue32_v2 cuStreamWriteValue64_v2 cuStreamBatchMemOp_v2;
     event: cuEventCreate cuEventRecord cuEventRecordWithFlags cuEventQuery cuEventSynchronize cuEventDestroy_v2
         cuEventElapsedTime_v2;
     memory: cuMemAlloc_v2 cuMemFree_v2 cuMemAllocAsync cuMemFreeAsync cuMemHostAlloc cuMemFreeHost
@@ -49,16 +52,18 @@ functions! {
         cuMemsetD16Async cuMemsetD32Async cuPointerGetAttribute cuMemGetInfo_v2;
     module: cuModuleLoadData cuModuleGetFunction cuModuleUnload cuLaunchKernel;
     attributes: cuStreamGetAttribute cuStreamSetAttribute cuStreamCopyAttributes;
-    unsupported: cuLaunchHostFunc_v2
-        cuStreamBeginCapture_v2 cuStreamBeginCaptureToGraph cuStreamEndCapture cuStreamGetCaptureInfo_v3
-        cuStreamUpdateCaptureDependencies_v2 cuGraphCreate cuGraphDestroy cuGraphGetNodes cuGraphGetEdges_v2
-        cuGraphNodeGetType cuGraphNodeGetDependencies_v2 cuGraphAddDependencies_v2 cuGraphAddEmptyNode cuGraphAddHostNode
+    capture: cuStreamBeginCapture_v2 cuStreamBeginCaptureToGraph cuStreamEndCapture cuStreamIsCapturing
+        cuStreamGetCaptureInfo_v3 cuStreamUpdateCaptureDependencies_v2 cuThreadExchangeStreamCaptureMode;
+    graph: cuGraphCreate cuGraphDestroy cuGraphGetNodes cuGraphGetEdges_v2 cuGraphNodeGetType
+        cuGraphNodeGetDependencies_v2 cuGraphAddDependencies_v2 cuGraphAddEmptyNode cuGraphAddHostNode
         cuGraphHostNodeGetParams cuGraphAddMemcpyNode cuGraphAddMemsetNode cuGraphAddEventRecordNode
         cuGraphAddEventWaitNode cuGraphAddChildGraphNode cuGraphDestroyNode cuGraphClone cuGraphNodeFindInClone
         cuGraphInstantiateWithFlags cuGraphExecDestroy cuGraphLaunch cuGraphUpload cuGraphExecUpdate_v2
-        cuGraphDebugDotPrint cuUserObjectCreate cuUserObjectRetain cuUserObjectRelease cuGraphRetainUserObject
-        cuGraphReleaseUserObject cuGreenCtxCreate cuGreenCtxDestroy cuCtxFromGreenCtx cuGreenCtxStreamCreate
-        cuDeviceGetDevResource cuDevSmResourceSplitByCount cuDevResourceGenerateDesc;
+        cuGraphDebugDotPrint;
+    user_object: cuUserObjectCreate cuUserObjectRetain cuUserObjectRelease cuGraphRetainUserObject
+        cuGraphReleaseUserObject;
+    green: cuGreenCtxCreate cuGreenCtxDestroy cuCtxFromGreenCtx cuGreenCtxStreamCreate cuDeviceGetDevResource
+        cuDevSmResourceSplitByCount cuDevResourceGenerateDesc;
 }
 
 /// The frame of every entry point: injected failures first, then `f`, whose error is the code.

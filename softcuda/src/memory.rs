@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys::{CUcontext, CUstream};
 
+use crate::graph::{self, NodeType, NodeWork};
 pub(crate) use crate::system::MemoryKind;
 use crate::system::{
     self, Allocation, Answer, Block, INVALID_VALUE, NOT_PERMITTED, OUT_OF_MEMORY, Place, Source, System, Work,
@@ -20,15 +21,19 @@ fn used(system: &System, context: usize) -> usize {
     system.memory.values().filter(|allocation| allocation.context == context).map(|allocation| allocation.len).sum()
 }
 
-fn allocate(size: usize, kind: MemoryKind, attach: u32) -> Answer<u64> {
+/// Memory of the graph that is captured is no unsafe call.
+fn allocate(size: usize, kind: MemoryKind, attach: u32, in_graph: bool) -> Answer<u64> {
     if size == 0 {
         return Err(INVALID_VALUE);
     }
     let context = device::current()?;
     let _submission = system::submission(context);
     {
-        let system = system::lock();
+        let mut system = system::lock();
         system.sound(context)?;
+        if !in_graph {
+            system.unsafe_call()?;
+        }
         if size > TOTAL - used(&system, context).min(TOTAL) {
             return Err(OUT_OF_MEMORY);
         }
@@ -46,7 +51,7 @@ fn free(address: u64, kinds: &[MemoryKind]) -> Answer {
     if address == 0 {
         return Ok(());
     }
-    let system = system::lock();
+    let mut system = system::lock();
     let allocation = system.memory.get(&address).filter(|allocation| kinds.contains(&allocation.kind));
     let context = allocation.ok_or(INVALID_VALUE)?.context;
     system.sound(context)?;
@@ -54,6 +59,7 @@ fn free(address: u64, kinds: &[MemoryKind]) -> Answer {
         // It would wait for itself.
         return Err(NOT_PERMITTED);
     }
+    system.unsafe_call()?;
     drop(system);
     // Others' calls on the context wait as well, as with the real driver.
     let _submission = system::submission(context);
@@ -83,7 +89,9 @@ pub(crate) fn kind_of_range(address: u64, len: usize) -> Answer<Option<MemoryKin
 
 pub unsafe extern "C" fn cuMemAlloc_v2(out: *mut u64, size: usize) -> c_uint {
     // SAFETY: the caller's promise.
-    call_outside("cuMemAlloc_v2", || unsafe { put(out, 0).and(put(out, allocate(size, MemoryKind::Device, 0)?)) })
+    call_outside("cuMemAlloc_v2", || unsafe {
+        put(out, 0).and(put(out, allocate(size, MemoryKind::Device, 0, false)?))
+    })
 }
 
 pub unsafe extern "C" fn cuMemFree_v2(ptr: u64) -> c_uint {
@@ -92,9 +100,20 @@ pub unsafe extern "C" fn cuMemFree_v2(ptr: u64) -> c_uint {
 
 pub unsafe extern "C" fn cuMemAllocAsync(out: *mut u64, size: usize, stream: CUstream) -> c_uint {
     call_outside("cuMemAllocAsync", || {
-        stream::resolve(stream)?;
+        let id = stream::resolve(stream)?;
+        let capturing = {
+            let mut system = system::lock();
+            system.respect_legacy(id)?;
+            system.is_member(id)
+        };
         // SAFETY: the caller's promise.
-        unsafe { put(out, 0).and(put(out, allocate(size, MemoryKind::Device, 0)?)) }
+        unsafe { put(out, 0) }?;
+        let address = allocate(size, MemoryKind::Device, 0, capturing)?;
+        if capturing {
+            graph::capture_allocation(id, address)?;
+        }
+        // SAFETY: the caller's promise.
+        unsafe { put(out, address) }
     })
 }
 
@@ -104,7 +123,13 @@ pub unsafe extern "C" fn cuMemFreeAsync(ptr: u64, stream: CUstream) -> c_uint {
         if system::lock().memory.get(&ptr).is_none_or(|allocation| allocation.kind != MemoryKind::Device) {
             return Err(INVALID_VALUE);
         }
-        system::submit(id, Work::Free(ptr), Vec::new(), None)
+        {
+            let mut system = system::lock();
+            if !system.is_member(id) {
+                system.unsafe_call()?;
+            }
+        }
+        system::submit(id, vec![Work::Free(ptr)])
     })
 }
 
@@ -116,7 +141,7 @@ pub unsafe extern "C" fn cuMemHostAlloc(out: *mut *mut c_void, size: usize, flag
         // SAFETY: the caller's promise.
         unsafe {
             put(out, std::ptr::null_mut())?;
-            put(out, allocate(size, MemoryKind::Pinned, 0)? as *mut c_void)
+            put(out, allocate(size, MemoryKind::Pinned, 0, false)? as *mut c_void)
         }
     })
 }
@@ -141,7 +166,7 @@ pub unsafe extern "C" fn cuMemAllocManaged(out: *mut u64, size: usize, flags: c_
             return Err(INVALID_VALUE);
         }
         // SAFETY: the caller's promise.
-        unsafe { put(out, 0).and(put(out, allocate(size, MemoryKind::Managed, flags)?)) }
+        unsafe { put(out, 0).and(put(out, allocate(size, MemoryKind::Managed, flags, false)?)) }
     })
 }
 
@@ -178,6 +203,14 @@ unsafe fn copy(dst: u64, src: u64, bytes: usize, id: u64) -> Answer {
         return system::lock().sound_stream(id);
     }
     let (to, from) = (kind_of_range(dst, bytes)?, kind_of_range(src, bytes)?);
+    {
+        let mut system = system::lock();
+        system.respect_legacy(id)?;
+        if system.is_member(id) {
+            let work = Work::Copy { dst, src: Source::Memory(src), bytes };
+            return system.capture_node(id, NodeWork::Works(NodeType::Memcpy, vec![work]));
+        }
+    }
     // Pageable memory: a source is read at the call, a destination is written before it returns.
     let source = match from {
         // SAFETY: plain host memory, valid for the call.
@@ -185,7 +218,7 @@ unsafe fn copy(dst: u64, src: u64, bytes: usize, id: u64) -> Answer {
         Some(_) => Source::Memory(src),
     };
     let written = to.is_none().then(|| Arc::new(Place::default()));
-    system::submit(id, Work::Copy { dst, src: source, bytes }, Vec::new(), written.clone())?;
+    system::submit_uncaptured(id, Work::Copy { dst, src: source, bytes }, written.clone())?;
     let Some(written) = written else { return Ok(()) };
     // Not until the context is lost only: the engine may be writing just then.
     let system = system::wait_until(system::lock(), |_| written.is_done());
@@ -201,7 +234,7 @@ fn fill(dst: u64, value: u32, width: usize, count: usize, id: u64) -> Answer {
     if !dst.is_multiple_of(width as u64) || kind_of_range(dst, bytes)?.is_none() {
         return Err(INVALID_VALUE);
     }
-    system::submit(id, Work::Fill { dst, value, width, count }, Vec::new(), None)
+    system::submit(id, vec![Work::Fill { dst, value, width, count }])
 }
 
 pub unsafe extern "C" fn cuMemsetD8_v2(dst: u64, value: u8, count: usize) -> c_uint {

@@ -62,6 +62,7 @@ pub unsafe extern "C" fn cuModuleGetFunction(out: *mut CUfunction, module: CUmod
 
 pub unsafe extern "C" fn cuModuleUnload(module: CUmodule) -> c_uint {
     call_outside("cuModuleUnload", || {
+        system::lock().unsafe_call()?;
         let mut modules = modules();
         modules.functions.remove(&(module as usize));
         modules.images.remove(&(module as usize)).map(drop).ok_or(INVALID_HANDLE)
@@ -97,6 +98,6 @@ pub unsafe extern "C" fn cuLaunchKernel(
         if code != 0 {
             works.push(Work::Fault(code));
         }
-        system::submit_all(stream::resolve(stream)?, works)
+        system::submit(stream::resolve(stream)?, works)
     })
 }

@@ -1,19 +1,21 @@
 //! Stream management, and memory operations of streams.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 
 use cudarc::driver::sys::{CUcontext, CUevent, CUgreenCtx, CUhostFn, CUstream, CUstreamBatchMemOpParams};
 
 use crate::device::{self, PRIORITIES};
+use crate::event::EXTERNAL;
+use crate::graph::NodeWork;
 use crate::memory::{self, MemoryKind};
 use crate::system::{
     self, Answer, Condition, HostCall, ILLEGAL_STATE, INVALID_HANDLE, INVALID_VALUE, NOT_READY, StreamState, Work,
 };
 use crate::{call, call_outside, put};
 
-const LEGACY: usize = 1;
+pub(crate) const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
 /// The per-thread default streams of a thread, by context. They go with the thread.
@@ -31,7 +33,6 @@ impl Drop for ThreadStreams {
 
 thread_local! {
     static THREAD_STREAMS: RefCell<ThreadStreams> = RefCell::default();
-    static CAPTURE_MODE: Cell<c_uint> = const { Cell::new(0) };
 }
 
 /// The stream that a handle names on this thread.
@@ -65,9 +66,17 @@ pub(crate) fn resolve(handle: CUstream) -> Answer<u64> {
 pub(crate) fn look<T>(handle: CUstream, ask: impl FnOnce(u64, &StreamState) -> T) -> Answer<T> {
     let stream = resolve(handle)?;
     let system = system::lock();
-    let state = system.streams.get(&stream).ok_or(INVALID_HANDLE)?;
-    system.sound(state.context)?;
-    Ok(ask(stream, state))
+    system.sound_stream(stream)?;
+    Ok(ask(stream, &system.streams[&stream]))
+}
+
+/// As [`look`], for what a member of a capture does not permit.
+fn look_outside<T>(handle: CUstream, ask: impl FnOnce(u64, &StreamState) -> T) -> Answer<T> {
+    let stream = resolve(handle)?;
+    let mut system = system::lock();
+    system.sound_stream(stream)?;
+    system.refuse_on_member(stream)?;
+    Ok(ask(stream, &system.streams[&stream]))
 }
 
 pub unsafe extern "C" fn cuStreamCreate(out: *mut CUstream, flags: c_uint) -> c_uint {
@@ -98,6 +107,7 @@ pub unsafe extern "C" fn cuStreamDestroy_v2(stream: CUstream) -> c_uint {
         let mut system = system::lock();
         let id = system.handles.remove(&(stream as usize)).ok_or(INVALID_HANDLE)?;
         let context = system.streams.get(&id).map(|state| state.context);
+        system.leave_capture(id);
         system.retire(id);
         context.map_or(Ok(()), |context| system.sound(context))
     })
@@ -106,14 +116,19 @@ pub unsafe extern "C" fn cuStreamDestroy_v2(stream: CUstream) -> c_uint {
 pub unsafe extern "C" fn cuStreamQuery(stream: CUstream) -> c_uint {
     call("cuStreamQuery", || {
         let id = resolve(stream)?;
-        let system = system::lock();
+        let mut system = system::lock();
         system.sound_stream(id)?;
+        system.host_asks(id)?;
         if system.all_done(id) { Ok(()) } else { Err(NOT_READY) }
     })
 }
 
 pub unsafe extern "C" fn cuStreamSynchronize(stream: CUstream) -> c_uint {
-    call("cuStreamSynchronize", || synchronize(resolve(stream)?))
+    call("cuStreamSynchronize", || {
+        let id = resolve(stream)?;
+        system::lock().host_asks(id)?;
+        synchronize(id)
+    })
 }
 
 /// Waits until all that the stream has now is done. For the legacy stream: the blocking ones too.
@@ -131,16 +146,30 @@ pub(crate) fn synchronize(id: u64) -> Answer {
 
 pub unsafe extern "C" fn cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint) -> c_uint {
     call("cuStreamWaitEvent", || {
-        match flags {
-            0 => {}
-            // EXTERNAL is for capturing streams.
-            1 => return Err(ILLEGAL_STATE),
-            _ => return Err(INVALID_VALUE),
+        if flags > EXTERNAL {
+            return Err(INVALID_VALUE);
         }
         let id = resolve(stream)?;
-        let place = system::lock().events.get(&(event as usize)).ok_or(INVALID_HANDLE)?.place.clone();
+        let place = {
+            let mut system = system::lock();
+            system.respect_legacy(id)?;
+            if flags == EXTERNAL {
+                if !system.is_member(id) {
+                    return Err(ILLEGAL_STATE);
+                }
+                let event = event as usize;
+                if !system.events.contains_key(&event) {
+                    return Err(INVALID_HANDLE);
+                }
+                return system.capture_node(id, NodeWork::Wait(event));
+            }
+            if let Some(answer) = system.capture_wait(id, event as usize) {
+                return answer;
+            }
+            system.events.get(&(event as usize)).ok_or(INVALID_HANDLE)?.place.clone()
+        };
         match place {
-            Some(place) if !place.is_done() => system::submit(id, Work::Mark, vec![place], None),
+            Some(place) if !place.is_done() => system::mark(id, vec![place], None),
             _ => look(stream, |_, _| ()),
         }
     })
@@ -165,9 +194,22 @@ pub unsafe extern "C" fn cuLaunchHostFunc(stream: CUstream, function: CUhostFn, 
     })
 }
 
+/// The synchronization mode says how device and host wait for one another; here there is one way.
+pub unsafe extern "C" fn cuLaunchHostFunc_v2(
+    stream: CUstream,
+    function: CUhostFn,
+    data: *mut c_void,
+    sync_mode: c_uint,
+) -> c_uint {
+    call("cuLaunchHostFunc_v2", || {
+        let function = function.filter(|_| sync_mode <= 1).ok_or(INVALID_VALUE)?;
+        submit_call(stream, HostCall::Function(function), data)
+    })
+}
+
 fn submit_call(stream: CUstream, call: HostCall, data: *mut c_void) -> Answer {
     let work = Work::Host { call, handle: stream as usize, data: data as usize };
-    system::submit(resolve(stream)?, work, Vec::new(), None)
+    system::submit(resolve(stream)?, vec![work])
 }
 
 pub unsafe extern "C" fn cuStreamAttachMemAsync(stream: CUstream, ptr: u64, length: usize, flags: c_uint) -> c_uint {
@@ -186,13 +228,15 @@ pub unsafe extern "C" fn cuStreamAttachMemAsync(stream: CUstream, ptr: u64, leng
             }
         }
         let to = if flags == SINGLE { id } else { 0 };
-        system::submit(id, Work::Attach { address: ptr, kind: flags, stream: to }, Vec::new(), None)
+        system::submit(id, vec![Work::Attach { address: ptr, kind: flags, stream: to }])
     })
 }
 
 pub unsafe extern "C" fn cuStreamGetFlags(stream: CUstream, flags: *mut c_uint) -> c_uint {
-    // SAFETY: the caller's promise.
-    call("cuStreamGetFlags", || look(stream, |_, state| state.flags).and_then(|value| unsafe { put(flags, value) }))
+    call("cuStreamGetFlags", || {
+        // SAFETY: the caller's promise.
+        look_outside(stream, |_, state| state.flags).and_then(|value| unsafe { put(flags, value) })
+    })
 }
 
 pub unsafe extern "C" fn cuStreamGetPriority(stream: CUstream, priority: *mut c_int) -> c_uint {
@@ -204,45 +248,31 @@ pub unsafe extern "C" fn cuStreamGetPriority(stream: CUstream, priority: *mut c_
 
 pub unsafe extern "C" fn cuStreamGetId(stream: CUstream, id: *mut c_ulonglong) -> c_uint {
     // SAFETY: the caller's promise.
-    call("cuStreamGetId", || look(stream, |stream, _| stream).and_then(|value| unsafe { put(id, value) }))
+    call("cuStreamGetId", || look_outside(stream, |stream, _| stream).and_then(|value| unsafe { put(id, value) }))
 }
 
 pub unsafe extern "C" fn cuStreamGetCtx(stream: CUstream, ctx: *mut CUcontext) -> c_uint {
     call("cuStreamGetCtx", || {
         // SAFETY: the caller's promise.
-        look(stream, |_, state| state.context).and_then(|value| unsafe { put(ctx, value as CUcontext) })
+        look(stream, |_, state| if state.green == 0 { state.context } else { state.green })
+            // SAFETY: the caller's promise.
+            .and_then(|value| unsafe { put(ctx, value as CUcontext) })
     })
 }
 
 pub unsafe extern "C" fn cuStreamGetCtx_v2(stream: CUstream, ctx: *mut CUcontext, green: *mut CUgreenCtx) -> c_uint {
     call("cuStreamGetCtx_v2", || {
-        let context = look(stream, |_, state| state.context)?;
+        let (context, of) = look(stream, |_, state| (state.context, state.green))?;
         // SAFETY: the caller's promise.
-        unsafe { put(ctx, context as CUcontext).and(put(green, std::ptr::null_mut())) }
+        unsafe { put(ctx, context as CUcontext).and(put(green, of as CUgreenCtx)) }
     })
 }
 
 pub unsafe extern "C" fn cuStreamGetDevice(stream: CUstream, out: *mut c_int) -> c_uint {
     call("cuStreamGetDevice", || {
-        let ordinal = device::ordinal_of(look(stream, |_, state| state.context)?);
+        let ordinal = device::ordinal_of(look_outside(stream, |_, state| state.context)?);
         // SAFETY: the caller's promise.
         unsafe { put(out, c_int::try_from(ordinal).expect("at most 16")) }
-    })
-}
-
-pub unsafe extern "C" fn cuStreamIsCapturing(stream: CUstream, status: *mut c_uint) -> c_uint {
-    // SAFETY: the caller's promise.
-    call("cuStreamIsCapturing", || look(stream, |_, _| ()).and_then(|()| unsafe { put(status, 0) }))
-}
-
-pub unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) -> c_uint {
-    call("cuThreadExchangeStreamCaptureMode", || {
-        if mode.is_null() {
-            return Err(INVALID_VALUE);
-        }
-        // SAFETY: not NULL, so valid: the caller's promise. A mode that does not exist is taken, as in the real driver.
-        unsafe { mode.write(CAPTURE_MODE.replace(mode.read())) };
-        Ok(())
     })
 }
 
@@ -262,7 +292,7 @@ fn memory_operation(address: u64, wide: bool, value: u64, wait: Option<c_uint>) 
 
 fn submit_operation(stream: CUstream, address: u64, wide: bool, value: u64, wait: Option<c_uint>) -> Answer {
     let id = resolve(stream)?;
-    system::submit(id, memory_operation(address, wide, value, wait)?, Vec::new(), None)
+    system::submit(id, vec![memory_operation(address, wide, value, wait)?])
 }
 
 pub unsafe extern "C" fn cuStreamWaitValue32_v2(stream: CUstream, addr: u64, value: u32, flags: c_uint) -> c_uint {
@@ -319,6 +349,6 @@ pub unsafe extern "C" fn cuStreamBatchMemOp_v2(
                 works.push(memory_operation(op.add(ADDRESS).cast::<u64>().read(), wide, value, wait)?);
             }
         }
-        system::submit_all(id, works)
+        system::submit(id, works)
     })
 }

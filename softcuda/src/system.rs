@@ -18,6 +18,9 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys::CUstream;
 
 use crate::attributes::Attributes;
+use crate::capture::{Capture, Member};
+use crate::graph::{Exec, Graph, Kept, NodeWork};
+use crate::user_object::ObjectEntry;
 
 /// What an entry point answers: a driver's code as the error.
 pub(crate) type Answer<T = ()> = Result<T, u32>;
@@ -34,6 +37,16 @@ pub(crate) const NOT_READY: u32 = 600;
 pub(crate) const CONTEXT_IS_DESTROYED: u32 = 709;
 pub(crate) const NOT_PERMITTED: u32 = 800;
 pub(crate) const NOT_SUPPORTED: u32 = 801;
+pub(crate) const CAPTURE_UNSUPPORTED: u32 = 900;
+pub(crate) const CAPTURE_INVALIDATED: u32 = 901;
+pub(crate) const CAPTURE_MERGE: u32 = 902;
+pub(crate) const CAPTURE_UNMATCHED: u32 = 903;
+pub(crate) const CAPTURE_UNJOINED: u32 = 904;
+pub(crate) const CAPTURE_ISOLATION: u32 = 905;
+pub(crate) const CAPTURE_IMPLICIT: u32 = 906;
+pub(crate) const CAPTURED_EVENT: u32 = 907;
+pub(crate) const CAPTURE_WRONG_THREAD: u32 = 908;
+pub(crate) const GRAPH_EXEC_UPDATE_FAILURE: u32 = 910;
 
 /// Pending device operations after which a stream's enqueuer blocks (measured on the real driver).
 const QUEUE_DEPTH: usize = 1021;
@@ -48,6 +61,7 @@ pub(crate) enum HostCall {
 }
 
 /// A block of bytes that a copy reads: memory, or what was staged at the call.
+#[derive(Clone)]
 pub(crate) enum Source {
     Memory(u64),
     Staged(Vec<u8>),
@@ -64,6 +78,7 @@ pub(crate) struct Condition {
 }
 
 /// One operation of a stream.
+#[derive(Clone)]
 pub(crate) enum Work {
     /// Waits for `Op::after` only, and marks a place: events.
     Mark,
@@ -120,10 +135,12 @@ impl Place {
     }
 }
 
-struct Op {
-    work: Work,
-    after: Vec<Arc<Place>>,
-    place: Option<Arc<Place>>,
+pub(crate) struct Op {
+    pub(crate) work: Work,
+    pub(crate) after: Vec<Arc<Place>>,
+    pub(crate) place: Option<Arc<Place>>,
+    /// What has to live until the operation is done: the last of a graph's launch keeps what the graph keeps.
+    pub(crate) _kept: Option<Arc<Kept>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -145,6 +162,10 @@ pub(crate) struct StreamState {
     pub(crate) submitted: u64,
     pub(crate) completed: u64,
     pub(crate) destroyed: bool,
+    /// The green context that it was made in.
+    pub(crate) green: usize,
+    /// Its part in a capture.
+    pub(crate) member: Option<Member>,
     device_pending: usize,
     queue: VecDeque<Op>,
     progress: Progress,
@@ -218,6 +239,8 @@ pub(crate) struct EventState {
     pub(crate) context: usize,
     pub(crate) flags: u32,
     pub(crate) place: Option<Arc<Place>>,
+    /// Last recorded in a capture: which, and the nodes that it stands for.
+    pub(crate) captured: Option<(u64, Vec<usize>)>,
 }
 
 /// A primary context.
@@ -241,6 +264,16 @@ pub(crate) struct System {
     pub(crate) handles: HashMap<usize, u64>,
     pub(crate) events: HashMap<usize, EventState>,
     pub(crate) memory: BTreeMap<u64, Allocation>,
+    /// The captures that are going on, by their ids.
+    pub(crate) captures: BTreeMap<u64, Capture>,
+    pub(crate) captures_begun: u64,
+    pub(crate) graphs: HashMap<usize, Graph>,
+    /// The graph of each node.
+    pub(crate) nodes: HashMap<usize, usize>,
+    pub(crate) execs: HashMap<usize, Exec>,
+    pub(crate) objects: HashMap<usize, ObjectEntry>,
+    /// The device of each green context.
+    pub(crate) green: HashMap<usize, usize>,
     ready: VecDeque<u64>,
     /// Streams whose head waits for a place.
     resting: Vec<u64>,
@@ -296,6 +329,8 @@ impl System {
                 submitted: 0,
                 completed: 0,
                 destroyed: false,
+                green: 0,
+                member: None,
                 device_pending: 0,
                 queue: VecDeque::new(),
                 progress: Progress::Resting,
@@ -328,7 +363,9 @@ impl System {
 
     /// As [`System::sound`], for the context of a stream.
     pub(crate) fn sound_stream(&self, stream: u64) -> Answer {
-        self.sound(self.streams.get(&stream).ok_or(INVALID_HANDLE)?.context)
+        let state = self.streams.get(&stream).ok_or(INVALID_HANDLE)?;
+        crate::green::alive(self, state.green)?;
+        self.sound(state.context)
     }
 
     /// The allocation that has the byte at `address`, with its own address.
@@ -357,7 +394,7 @@ impl System {
     }
 
     /// The blocking streams of a context, without the legacy one.
-    fn blocking_streams(&self, context: usize) -> Vec<u64> {
+    pub(crate) fn blocking_streams(&self, context: usize) -> Vec<u64> {
         let legacy = self.contexts[&context].legacy;
         let mine = |(&id, state): (&u64, &StreamState)| {
             (state.context == context && state.is_blocking() && id != legacy).then_some(id)
@@ -436,6 +473,11 @@ impl System {
         context.fault = None;
         let legacy = context.legacy;
         self.streams.retain(|&id, state| state.context != handle || id == legacy);
+        let captures: Vec<u64> =
+            self.captures.iter().filter_map(|(&id, capture)| (capture.context == handle).then_some(id)).collect();
+        for capture in captures {
+            self.end_capture(capture);
+        }
         let streams = &self.streams;
         self.handles.retain(|_, id| streams.contains_key(id));
         self.events.retain(|_, event| event.context != handle);
@@ -479,24 +521,40 @@ impl System {
     }
 }
 
-/// Appends an operation to a stream: the one way in which work is given to a stream.
+/// Gives operations to a stream, which nothing comes between: the one way in which work reaches a stream.
 ///
-/// Blocks while the stream's queue of device work is full. `place` is reached when the operation is done.
-pub(crate) fn submit(stream: u64, work: Work, after: Vec<Arc<Place>>, place: Option<Arc<Place>>) -> Answer {
-    let context = lock().streams.get(&stream).ok_or(INVALID_HANDLE)?.context;
-    let _submission = submission(context);
-    append(stream, context, work, after, place)
-}
-
-/// As [`submit`], for operations that nothing comes between.
-pub(crate) fn submit_all(stream: u64, works: Vec<Work>) -> Answer {
-    let context = lock().streams.get(&stream).ok_or(INVALID_HANDLE)?.context;
+/// While the stream captures they become a node of its graph. Blocks while the stream's queue of device work is full.
+pub(crate) fn submit(stream: u64, works: Vec<Work>) -> Answer {
+    let context = {
+        let mut system = lock();
+        system.respect_legacy(stream)?;
+        if system.is_member(stream) {
+            let work = NodeWork::of(&works);
+            let Some(work) = work else { return system.refuse_on_member(stream) };
+            return system.capture_node(stream, work);
+        }
+        system.streams.get(&stream).ok_or(INVALID_HANDLE)?.context
+    };
     let _submission = submission(context);
     works.into_iter().try_for_each(|work| append(stream, context, work, Vec::new(), None))
 }
 
+/// Marks a place in a stream that does not capture: it is reached when what the stream has now, and `after`, is done.
+pub(crate) fn mark(stream: u64, after: Vec<Arc<Place>>, place: Option<Arc<Place>>) -> Answer {
+    let context = lock().streams.get(&stream).ok_or(INVALID_HANDLE)?.context;
+    let _submission = submission(context);
+    append(stream, context, Work::Mark, after, place)
+}
+
+/// As [`submit`], for one operation of a stream that does not capture; `place` is reached when it is done.
+pub(crate) fn submit_uncaptured(stream: u64, work: Work, place: Option<Arc<Place>>) -> Answer {
+    let context = lock().streams.get(&stream).ok_or(INVALID_HANDLE)?.context;
+    let _submission = submission(context);
+    append(stream, context, work, Vec::new(), place)
+}
+
 /// The caller holds the submission lock of `context`.
-fn append(stream: u64, context: usize, work: Work, mut after: Vec<Arc<Place>>, place: Option<Arc<Place>>) -> Answer {
+fn append(stream: u64, context: usize, work: Work, after: Vec<Arc<Place>>, place: Option<Arc<Place>>) -> Answer {
     let mut system = lock();
     system.sound(context)?;
     if work.is_device_work() {
@@ -507,17 +565,24 @@ fn append(stream: u64, context: usize, work: Work, mut after: Vec<Arc<Place>>, p
         system.host_waits -= 1;
         system.sound(context)?;
     }
-    after.extend(system.implicit(stream));
-    after.retain(|place| !place.is_done());
-    let state = system.streams.get_mut(&stream).ok_or(INVALID_HANDLE)?;
-    state.submitted += 1;
-    state.device_pending += usize::from(work.is_device_work());
-    state.queue.push_back(Op { work, after, place });
-    // A host call on a stream that rests goes to the callback thread without the engine.
-    if state.queue.len() == 1 && state.progress == Progress::Resting {
-        system.start_or_list(stream);
+    system.push(stream, Op { work, after, place, _kept: None })
+}
+
+impl System {
+    /// Appends to a stream's queue, behind what the stream has to wait for.
+    pub(crate) fn push(&mut self, stream: u64, mut op: Op) -> Answer {
+        op.after.extend(self.implicit(stream));
+        op.after.retain(|place| !place.is_done());
+        let state = self.streams.get_mut(&stream).ok_or(INVALID_HANDLE)?;
+        state.submitted += 1;
+        state.device_pending += usize::from(op.work.is_device_work());
+        state.queue.push_back(op);
+        // A host call on a stream that rests goes to the callback thread without the engine.
+        if state.queue.len() == 1 && state.progress == Progress::Resting {
+            self.start_or_list(stream);
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 impl System {
@@ -768,6 +833,11 @@ thread_local! {
     static IN_CALLBACK: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
+/// This thread runs code of the host's for the device from now on.
+pub(crate) fn enter_callback() {
+    IN_CALLBACK.set(true);
+}
+
 /// Whether this thread runs a callback, so that most calls answer 800.
 pub(crate) fn in_callback() -> bool {
     IN_CALLBACK.get()
@@ -775,7 +845,7 @@ pub(crate) fn in_callback() -> bool {
 
 /// A context's callback thread.
 fn call_back(handle: usize) {
-    IN_CALLBACK.set(true);
+    enter_callback();
     let mut system = lock();
     loop {
         let Some(context) = system.contexts.get_mut(&handle) else { return };
