@@ -24,6 +24,10 @@ use crate::executor::CONTINUATIONS;
 
 /// What is to be done when a stream reaches a point. Consumed by value, so it cannot be done twice.
 pub(crate) trait HostCode: Send + 'static {
+    /// What it is to a stream that cannot take it while it captures, and what to do instead.
+    const ACT: &'static str;
+    const REMEDY: &'static str;
+
     /// The stream reached the point with `status`. Called on the driver's callback thread, in stream order; the stream
     /// goes on when this returns.
     fn reached(self, status: Status, ticket: Ticket);
@@ -108,6 +112,9 @@ where
     F: FnOnce(Status) -> T + Send + 'static,
     T: Send + 'static,
 {
+    const ACT: &'static str = "take a callback";
+    const REMEDY: &'static str = "Capture a host function, which runs once for each launch";
+
     fn reached(self, status: Status, ticket: Ticket) {
         let Callback { f, promise } = self;
         promise.reached(status);
@@ -126,6 +133,9 @@ where
     F: FnOnce() -> T + Send + 'static,
     T: Send + 'static,
 {
+    const ACT: &'static str = "take a function that runs once";
+    const REMEDY: &'static str = "Capture a host function, which runs once for each launch";
+
     fn reached(self, status: Status, ticket: Ticket) {
         let HostFunction { f, promise } = self;
         promise.reached(status);
@@ -151,6 +161,9 @@ where
     F: FnOnce(&Api<'_>) -> T + Send + 'static,
     T: Send + 'static,
 {
+    const ACT: &'static str = "take a continuation";
+    const REMEDY: &'static str = "Queue it behind a launch of the graph";
+
     fn reached(self, status: Status, ticket: Ticket) {
         let Continuation { f, promise, strand } = self;
         promise.reached(status);
@@ -172,6 +185,9 @@ pub(crate) struct Notice {
 }
 
 impl HostCode for Notice {
+    const ACT: &'static str = "say when it is reached";
+    const REMEDY: &'static str = "Ask behind a launch of the graph";
+
     fn reached(self, status: Status, ticket: Ticket) {
         self.promise.reached(status);
         if status.ok() {

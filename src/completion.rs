@@ -1,5 +1,6 @@
 //! [`Completion`]: the one-shot result of host code, or of reaching a point of a stream.
 
+use std::any::Any;
 use std::future::Future;
 use std::panic::{self, AssertUnwindSafe};
 use std::pin::Pin;
@@ -280,16 +281,8 @@ impl<T> Promise<T> {
                 _ => return ended(Outcome::Cancelled),
             }
         }
-        let result = panic::catch_unwind(AssertUnwindSafe(f)).map_err(|payload| {
-            let message = payload
-                .downcast_ref::<&str>()
-                .map(|text| (*text).to_owned())
-                .or_else(|| payload.downcast_ref::<String>().cloned())
-                .unwrap_or_else(|| "a panic without a message".into());
-            // Its drop could panic again.
-            std::mem::forget(payload);
-            Error::Panicked { message }
-        });
+        let result = panic::catch_unwind(AssertUnwindSafe(f))
+            .map_err(|payload| Error::Panicked { message: panic_message(payload) });
         ended(if result.is_ok() { Outcome::Ran } else { Outcome::Failed });
         self.resolve(result);
     }
@@ -298,6 +291,17 @@ impl<T> Promise<T> {
     pub(crate) fn resolve(self, result: Result<T>) {
         self.shared.resolve(|phase| matches!(phase, Phase::Pending | Phase::Running), result);
     }
+}
+
+/// What a panic says. Its payload is forgotten, since its drop could panic again.
+pub(crate) fn panic_message(payload: Box<dyn Any + Send>) -> String {
+    let message = payload
+        .downcast_ref::<&str>()
+        .map(|text| (*text).to_owned())
+        .or_else(|| payload.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "a panic without a message".into());
+    std::mem::forget(payload);
+    message
 }
 
 /// Runs `f`, whose panic ends here. The payload is forgotten, since its drop could panic again.

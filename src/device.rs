@@ -297,6 +297,17 @@ impl Device {
         Bound::new(self)
     }
 
+    /// The device's number as the driver's functions take it (`CUdevice`).
+    pub(crate) fn cu_device(self) -> c_int {
+        self.0.handle
+    }
+
+    /// Runs `f` with the primary context current, from where no token can be had: a drop.
+    pub(crate) fn with_context<R>(self, f: impl FnOnce() -> R) -> Result<R> {
+        let _bound = Bound::new(self)?;
+        Ok(f())
+    }
+
     /// Makes the primary context current on a thread of rstream's own, for good.
     pub(crate) fn make_current(self) -> Result<()> {
         // SAFETY: the context is retained for the life of the process.
@@ -324,7 +335,7 @@ fn count(driver: &Driver) -> Result<u32> {
 
 impl Inner {
     fn new(driver: &'static Driver, ordinal: u32) -> Result<Inner> {
-        let ordinal_c = c_int::try_from(ordinal).expect("below the count, which is an int");
+        let cu_device = c_int::try_from(ordinal).expect("below the count, which is an int");
         let mut inner = Inner {
             driver,
             ordinal,
@@ -338,7 +349,7 @@ impl Inner {
         let mut name = [0_u8; 256];
         // SAFETY: each call writes what it is named for; `name` has the length that is passed.
         unsafe {
-            driver.cuDeviceGet(&raw mut inner.handle, ordinal_c)?;
+            driver.cuDeviceGet(&raw mut inner.handle, cu_device)?;
             driver.cuDeviceGetName(name.as_mut_ptr().cast::<c_char>(), 256, inner.handle)?;
             driver.cuDevicePrimaryCtxRetain(&raw mut inner.context, inner.handle)?;
         }

@@ -23,6 +23,8 @@ impl Status {
     pub const NO_DEVICE: Status = Status(100);
     /// 400: a handle is not valid.
     pub const INVALID_HANDLE: Status = Status(400);
+    /// 401: not possible in the state that the object is in.
+    pub const ILLEGAL_STATE: Status = Status(401);
     /// 600: the work is not done yet. An answer, not an error.
     pub const NOT_READY: Status = Status(600);
     /// 700: a kernel used an address that it may not use.
@@ -35,8 +37,26 @@ impl Status {
     pub const NOT_SUPPORTED: Status = Status(801);
     /// 900: the stream is capturing.
     pub const STREAM_CAPTURE_UNSUPPORTED: Status = Status(900);
+    /// 901: the capture broke earlier.
+    pub const STREAM_CAPTURE_INVALIDATED: Status = Status(901);
+    /// 902: two captures would have been joined.
+    pub const STREAM_CAPTURE_MERGE: Status = Status(902);
+    /// 903: the capture was begun on another stream.
+    pub const STREAM_CAPTURE_UNMATCHED: Status = Status(903);
+    /// 904: a branch of the capture was not joined.
+    pub const STREAM_CAPTURE_UNJOINED: Status = Status(904);
+    /// 905: captured work would have depended on work outside.
+    pub const STREAM_CAPTURE_ISOLATION: Status = Status(905);
+    /// 906: the legacy default stream would have depended on a capture.
+    pub const STREAM_CAPTURE_IMPLICIT: Status = Status(906);
+    /// 907: the event was last recorded in a capture.
+    pub const CAPTURED_EVENT: Status = Status(907);
+    /// 908: the capture was begun on another thread.
+    pub const STREAM_CAPTURE_WRONG_THREAD: Status = Status(908);
     /// 909: a wait ran out of time.
     pub const TIMEOUT: Status = Status(909);
+    /// 910: an executable graph cannot be updated from this graph.
+    pub const GRAPH_EXEC_UPDATE_FAILURE: Status = Status(910);
     /// 999: the driver cannot say.
     pub const UNKNOWN: Status = Status(999);
 
@@ -85,6 +105,42 @@ impl Status {
             Some(text) => text.to_string_lossy(),
             None => Cow::Borrowed("an error code that this version does not know"),
         }
+    }
+}
+
+impl Status {
+    /// Which rule of a capture a code stands for, and what to do.
+    fn remedy(self) -> Option<&'static str> {
+        Some(match self {
+            Status::STREAM_CAPTURE_UNSUPPORTED => {
+                "The call is not possible while a stream captures, and has broken the capture: make it before or after, \
+                 or under the relaxed capture mode"
+            }
+            Status::STREAM_CAPTURE_INVALIDATED => {
+                "A call that a capture does not permit was made while it lasted, by this thread or, in global mode, by \
+                 any other: the capture has to be begun anew without it"
+            }
+            Status::STREAM_CAPTURE_MERGE => "Two captures cannot be joined: end the one before the other's work waits",
+            Status::STREAM_CAPTURE_UNMATCHED => "A capture ends on the stream that it began on",
+            Status::STREAM_CAPTURE_UNJOINED => {
+                "Before the end, the stream that the capture began on has to wait for every stream that took part"
+            }
+            Status::STREAM_CAPTURE_ISOLATION => {
+                "Captured work cannot depend on work outside of the capture: record the event inside, or wait for it as \
+                 an external one"
+            }
+            Status::STREAM_CAPTURE_IMPLICIT => {
+                "The legacy default stream waits for all blocking streams, and one of them captures: capture on a \
+                 non-blocking stream, or leave the legacy default stream alone"
+            }
+            Status::CAPTURED_EVENT => {
+                "The event stands for captured work, which never runs by itself: nobody can wait for it"
+            }
+            Status::STREAM_CAPTURE_WRONG_THREAD => {
+                "A capture ends on the thread that began it, unless its mode is relaxed"
+            }
+            _ => return None,
+        })
     }
 }
 
@@ -157,6 +213,11 @@ pub enum Error {
         /// Which rule, and what to do.
         what: String,
     },
+    /// An executable graph cannot be updated from a graph: nodes and edges have to be the same.
+    GraphUpdate {
+        /// `CUgraphExecUpdateResult`.
+        reason: u32,
+    },
     /// A wait ran out of time. What was waited for goes on.
     Timeout {
         /// How long the wait lasted.
@@ -183,6 +244,10 @@ impl Error {
         Error::Driver { status, function }
     }
 
+    pub(crate) fn capture(status: Status, what: impl Into<String>) -> Error {
+        Error::Capture { status, what: what.into() }
+    }
+
     pub(crate) fn invalid(what: impl Into<String>) -> Error {
         Error::InvalidValue { what: what.into() }
     }
@@ -198,6 +263,7 @@ impl Error {
             Error::InvalidValue { .. } => Status::INVALID_VALUE,
             Error::NotSupported { .. } => Status::NOT_SUPPORTED,
             Error::Closed { .. } => Status::INVALID_HANDLE,
+            Error::GraphUpdate { .. } => Status::GRAPH_EXEC_UPDATE_FAILURE,
             Error::Timeout { .. } => Status::TIMEOUT,
             Error::Shutdown => Status::DEINITIALIZED,
             Error::Interrupted | Error::Panicked { .. } | Error::Cancelled => Status::UNKNOWN,
@@ -217,7 +283,23 @@ impl fmt::Display for Version {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Error::Driver { status, function } => write!(f, "{function}: {status}"),
+            Error::Driver { status, function } => {
+                write!(f, "{function}: {status}")?;
+                status.remedy().map_or(Ok(()), |remedy| write!(f, ". {remedy}"))
+            }
+            Error::GraphUpdate { reason } => {
+                let changed = match reason {
+                    2 => "its nodes or edges are others",
+                    3 => "a node has another type",
+                    5 => "a node has parameters that cannot be changed",
+                    8 => "a node has attributes that cannot be changed",
+                    _ => "a node cannot be updated",
+                };
+                write!(
+                    f,
+                    "the executable cannot be updated from this graph: {changed} (result {reason}). Instantiate it"
+                )
+            }
             Error::Fault { status } => write!(f, "not run, since earlier work failed: {status}"),
             Error::NoDriver { reason } => f.write_str(reason),
             Error::DriverTooOld { function, needed, found } => {

@@ -86,10 +86,20 @@ impl Drop for RawEvent {
     }
 }
 
+/// How an event was recorded last, by rstream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Record {
+    Never,
+    Ordinary,
+    /// In the capture with this number: it stands for nodes, and asking for it would break the capture.
+    Captured(u64),
+}
+
 struct Inner {
     device: Device,
     options: EventOptions,
     raw: Mutex<Option<Arc<RawEvent>>>,
+    record: Mutex<Record>,
 }
 
 /// A mark that is recorded in a stream, and reached when the work before it is done. A cheap, shared handle.
@@ -123,11 +133,40 @@ impl Event {
             | flag(options.interprocess, RawEvent::INTERPROCESS);
         let _bound = device.bind(api)?;
         let raw = RawEvent::new(device, flags)?;
-        Ok(Event { inner: Arc::new(Inner { device, options, raw: Mutex::new(Some(Arc::new(raw))) }) })
+        Ok(Event {
+            inner: Arc::new(Inner {
+                device,
+                options,
+                raw: Mutex::new(Some(Arc::new(raw))),
+                record: Mutex::new(Record::Never),
+            }),
+        })
     }
 
     pub(crate) fn raw(&self) -> Result<Arc<RawEvent>> {
         self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or(Error::Closed { what: "Event" })
+    }
+
+    pub(crate) fn record(&self) -> Record {
+        *self.inner.record.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// It was recorded: in the capture with the number, or outside of any.
+    pub(crate) fn recorded(&self, capture: Option<u64>) {
+        *self.inner.record.lock().unwrap_or_else(PoisonError::into_inner) =
+            capture.map_or(Record::Ordinary, Record::Captured);
+    }
+
+    /// The event, for the host to ask for it.
+    fn raw_to_ask(&self) -> Result<Arc<RawEvent>> {
+        if let Record::Captured(_) = self.record() {
+            return Err(Error::capture(
+                Status::CAPTURED_EVENT,
+                "the event was last recorded in a capture, so it stands for work that never runs by itself, and asking \
+                 for it would break the capture: record it outside, or as an external event",
+            ));
+        }
+        self.raw()
     }
 
     /// Its device.
@@ -164,9 +203,9 @@ impl Event {
     /// Whether it was reached, or was never recorded (`cuEventQuery`).
     ///
     /// # Errors
-    /// The code of a fault; [`Error::Closed`].
+    /// The code of a fault; [`Error::Closed`]; [`Error::Capture`] when it was last recorded in a capture.
     pub fn query(&self, api: &Api<'_>) -> Result<bool> {
-        let raw = self.raw()?;
+        let raw = self.raw_to_ask()?;
         let _bound = self.inner.device.bind(api)?;
         raw.query()
     }
@@ -184,7 +223,7 @@ impl Event {
         timeout: Option<Duration>,
         interrupted: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
-        let raw = self.raw()?;
+        let raw = self.raw_to_ask()?;
         let _bound = self.inner.device.bind(api)?;
         poll_until_done(timeout, interrupted, || raw.query())
     }
@@ -205,7 +244,7 @@ impl Event {
         if !self.inner.options.timing || !earlier.inner.options.timing {
             return Err(Error::invalid("elapsed time: both events have to be made with timing"));
         }
-        let (start, end) = (earlier.raw()?, self.raw()?);
+        let (start, end) = (earlier.raw_to_ask()?, self.raw_to_ask()?);
         let _bound = self.inner.device.bind(api)?;
         let mut milliseconds = 0.0_f32;
         // SAFETY: both handles are alive; writes one float.
@@ -218,6 +257,7 @@ impl Event {
     /// # Errors
     /// What the driver answers while the notice is queued, on a stream of its own.
     pub fn completion(&self, api: &Api<'_>) -> Result<Completion<()>> {
+        self.raw_to_ask()?;
         let notice = Stream::new(api, self.inner.device, StreamOptions::default())?;
         notice.wait_event(api, self)?;
         notice.completion(api)

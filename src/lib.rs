@@ -31,6 +31,9 @@
 //! | [`device`], [`stream`], [`event`], [`memory`] | the objects |
 //! | [`attributes`] | typed attributes of streams |
 //! | [`callback`] | the three kinds of host code |
+//! | [`capture`], [`graph`] | streams captured into graphs, and graphs made by hand |
+//! | [`managed`] | managed memory attached to a stream |
+//! | [`green`] | streams on a part of a device |
 //! | [`completion`] | their results: blocking, as a `Future`, with hooks |
 //! | [`executor`] | worker threads: in order per strand, without one strand holding up another |
 //! | [`error`] | codes, and the error type |
@@ -40,12 +43,16 @@
 pub mod api;
 pub mod attributes;
 pub mod callback;
+pub mod capture;
 pub mod completion;
 pub mod device;
 pub mod driver;
 pub mod error;
 pub mod event;
 pub mod executor;
+pub mod graph;
+pub mod green;
+pub mod managed;
 pub mod memory;
 mod reaper;
 pub mod stream;
@@ -61,9 +68,13 @@ struct Readme;
 
 pub use api::Api;
 pub use attributes::{AccessPolicyWindow, AccessProperty, MemSyncDomain, MemSyncDomainMap, SynchronizationPolicy};
+pub use capture::{Capture, CaptureInfo, CaptureMode, CaptureStatus};
 pub use completion::Completion;
 pub use device::Device;
 pub use error::{Error, Refused, Result, Status};
 pub use event::{Event, EventOptions};
-pub use memory::{Buffer, BufferKind, ManagedAttach, Pattern};
+pub use graph::{Graph, GraphExec, HostNode, Node, NodeKind};
+pub use green::GreenContext;
+pub use managed::Attached;
+pub use memory::{Attach, Buffer, BufferKind, ManagedAttach, Pattern};
 pub use stream::{Signal, Stream, StreamOptions};

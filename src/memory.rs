@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::CUpointer_attribute as PointerAttribute;
@@ -11,7 +12,8 @@ use crate::api::Api;
 use crate::device::Device;
 use crate::driver::is_forked_child;
 use crate::error::{Error, Result, Status};
-use crate::reaper::Relaxed;
+use crate::event::RawEvent;
+use crate::reaper::{self, Relaxed};
 use crate::stream::Stream;
 
 /// Where the memory of a [`Buffer`] is.
@@ -34,6 +36,17 @@ pub enum ManagedAttach {
     Global,
     /// No stream of a device without concurrent managed access uses it.
     Host,
+}
+
+/// To whom managed memory belongs from a point of a stream on (`CUmemAttach_flags`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Attach {
+    /// To any stream on any device.
+    Global = 1,
+    /// To no stream of a device without concurrent managed access.
+    Host = 2,
+    /// To this stream alone.
+    Single = 4,
 }
 
 /// What a block of memory was allocated as. Blocks of one class serve each other's buffers.
@@ -59,6 +72,44 @@ impl Class {
     /// Puts a block of this class that nobody uses into the cache.
     fn put_back(self, address: u64) {
         cache().get_or_insert_default().entry(self).or_default().push(address);
+    }
+
+    /// Puts a block of this class that nobody uses into the cache, once it belongs to whom it belonged at first: done by
+    /// the background thread, on a stream of its own.
+    fn put_back_attached(self, address: u64) {
+        let mut changed: Option<RawEvent> = None;
+        reaper::release_when(self.device, move || {
+            if changed.is_none() {
+                changed = self.attach_as_at_first(address);
+            }
+            // A block whose association cannot be changed belongs to a context that is lost.
+            let done = changed.as_ref().is_none_or(RawEvent::reached);
+            if done {
+                self.put_back(address);
+                changed.take().into_iter().for_each(|event| self.device.give_event_back(event));
+            }
+            done
+        });
+    }
+
+    /// The event that is reached when it is done; `None` when it could not be. The context is current.
+    fn attach_as_at_first(self, address: u64) -> Option<RawEvent> {
+        const NON_BLOCKING: c_uint = 1;
+        let driver = self.device.driver();
+        let flags = match self.attach {
+            ManagedAttach::Global => Attach::Global,
+            ManagedAttach::Host => Attach::Host,
+        };
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: the stream is made and destroyed here; the block is managed memory that nobody uses.
+        unsafe {
+            driver.cuStreamCreate(&raw mut stream, NON_BLOCKING).ok()?;
+            let attached = driver.cuStreamAttachMemAsync(stream, address, 0, flags as c_uint);
+            let event = attached.and_then(|()| self.device.take_event());
+            let recorded = event.and_then(|event| driver.cuEventRecord(event.handle(), stream).map(|()| event));
+            drop(driver.cuStreamDestroy_v2(stream));
+            recorded.ok()
+        }
     }
 
     /// Asks the driver for a block.
@@ -142,13 +193,20 @@ struct Inner {
     /// The address, for host and device alike under unified addressing; 0 for no bytes.
     address: u64,
     len: usize,
+    /// Managed memory: its association was changed.
+    attached: AtomicBool,
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
         // This was the last handle, and queued work keeps one: nothing uses the block any more.
         // In a forked child the memory is the parent's, whose threads may have held the lock.
-        if self.len > 0 && !is_forked_child() {
+        if self.len == 0 || is_forked_child() {
+            return;
+        }
+        if *self.attached.get_mut() {
+            self.class.put_back_attached(self.address);
+        } else {
             self.class.put_back(self.address);
         }
     }
@@ -216,7 +274,12 @@ impl Buffer {
                 })?,
             };
         }
-        Ok(Buffer { inner: Arc::new(Inner { class, address, len }) })
+        Ok(Buffer { inner: Arc::new(Inner { class, address, len, attached: AtomicBool::new(false) }) })
+    }
+
+    /// Whether this is its only handle, and no queued work of rstream's uses it.
+    pub(crate) fn is_unique(&self) -> bool {
+        Arc::strong_count(&self.inner) == 1
     }
 
     /// The address, of host and device alike; 0 when it has no bytes.
@@ -294,10 +357,39 @@ impl Stream {
         Err(Error::invalid(format!("memory of device {} on a stream of device {}", buffer.device(), self.device())))
     }
 
-    /// Queues a copy of all of `src` to `dst` (`cuMemcpyAsync`). Both live until it is done.
+    /// Says to whom managed memory belongs from this point of the stream on (`cuStreamAttachMemAsync`): to all, to the
+    /// host, or to this stream alone. The driver takes that back when the stream goes, and rstream when the memory does.
+    ///
+    /// On a device without concurrent managed access the host may touch the memory only while no stream that may use it
+    /// has work: attached to one stream, inside that stream's callbacks. Elsewhere it is a hint.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] when the sizes differ, and for memory of another device; [`Error::Capture`] while the stream captures; what the driver answers.
+    /// [`Error::InvalidValue`] when it is not managed memory or of another driver, and for [`Attach::Single`] on the
+    /// legacy default stream; [`Error::Capture`] while the stream captures; what the driver answers.
+    pub fn attach_memory(&self, api: &Api<'_>, buffer: &Buffer, attach: Attach) -> Result<()> {
+        if buffer.kind() != BufferKind::Managed {
+            return Err(Error::invalid(format!("{buffer:?} cannot be attached: only managed memory can")));
+        }
+        self.refuse_foreign(buffer)?;
+        if attach == Attach::Single && self.is_legacy_default() {
+            return Err(Error::invalid("memory cannot be attached to the legacy default stream alone"));
+        }
+        let ready = self.ready(api, "attach memory", "Attach it before the capture begins")?;
+        if buffer.is_empty() {
+            return Ok(());
+        }
+        buffer.inner.attached.store(true, Ordering::Relaxed);
+        ready.submit(Box::new(buffer.clone()), |driver, stream| {
+            // SAFETY: the stream is alive, and the address that of a managed block, all of which is meant. The flag is
+            // never 0, which crashes the driver (measured).
+            unsafe { driver.cuStreamAttachMemAsync(stream, buffer.ptr(), 0, attach as c_uint) }
+        })
+    }
+
+    /// Queues a copy of all of `src` to `dst` (`cuMemcpyAsync`). Both live until it is done; captured, as long as the graph.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] when the sizes differ, and for memory of another device; what the driver answers.
     pub fn copy(&self, api: &Api<'_>, dst: &Buffer, src: &Buffer) -> Result<()> {
         if dst.len() != src.len() {
             return Err(Error::invalid(format!("a copy from {} bytes to {} bytes", src.len(), dst.len())));
@@ -308,11 +400,12 @@ impl Stream {
         unsafe { self.copy_raw(api, dst.ptr(), src.ptr(), dst.len(), (dst.clone(), src.clone())) }
     }
 
-    /// Queues that all of `dst` is filled with `pattern` (`cuMemsetD8Async` and its kin). `dst` lives until it is done.
+    /// Queues that all of `dst` is filled with `pattern` (`cuMemsetD8Async` and its kin). `dst` lives until it is done;
+    /// captured, as long as the graph.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] when the pattern does not divide the size, and for memory of another device; [`Error::Capture`] while the stream captures; what
-    /// the driver answers.
+    /// [`Error::InvalidValue`] when the pattern does not divide the size, and for memory of another device; what the
+    /// driver answers.
     pub fn fill(&self, api: &Api<'_>, dst: &Buffer, pattern: Pattern) -> Result<()> {
         if !dst.len().is_multiple_of(pattern.len()) {
             return Err(Error::invalid(format!("{} bytes cannot be filled with {} each", dst.len(), pattern.len())));
@@ -323,14 +416,15 @@ impl Stream {
     }
 
     /// Queues a copy between any two addresses (`cuMemcpyAsync`): host, pinned, managed or device memory. `keep` is
-    /// dropped, on a background thread, when the stream has passed the copy.
+    /// dropped, on a background thread, when the stream has passed the copy. Captured, the copy is a node, whose graph
+    /// owns `keep`.
     ///
     /// # Safety
-    /// Both ranges are valid, and nobody else uses them in a conflicting way, until the stream has passed the copy;
-    /// `keep` is how to see to the first.
+    /// Both ranges are valid, and nobody else uses them in a conflicting way, until the stream has passed the copy, or
+    /// while a launch of the graph runs it; `keep` is how to see to the first.
     ///
     /// # Errors
-    /// [`Error::Capture`] while the stream captures; what the driver answers. Nothing is queued then.
+    /// What the driver answers. Nothing is queued then.
     pub unsafe fn copy_raw(
         &self,
         api: &Api<'_>,
@@ -339,14 +433,14 @@ impl Stream {
         bytes: usize,
         keep: impl Any + Send,
     ) -> Result<()> {
-        let ready = self.ready(api)?;
+        let ready = self.capturable(api)?;
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: the stream is alive; the ranges are the caller's promise.
-        unsafe { self.device().driver().cuMemcpyAsync(dst, src, bytes, ready.handle()) }?;
-        ready.keep(Box::new(keep));
-        Ok(())
+        ready.submit(Box::new(keep), |driver, stream| {
+            // SAFETY: the stream is alive; the ranges are the caller's promise.
+            unsafe { driver.cuMemcpyAsync(dst, src, bytes, stream) }
+        })
     }
 
     /// Queues that `count` patterns are written from `dst` on. `keep` is dropped, on a background thread, when the
@@ -365,21 +459,20 @@ impl Stream {
         count: usize,
         keep: impl Any + Send,
     ) -> Result<()> {
-        let ready = self.ready(api)?;
+        let ready = self.capturable(api)?;
         if count == 0 {
             return Ok(());
         }
-        let driver = self.device().driver();
-        // SAFETY: the stream is alive; the range is the caller's promise.
-        unsafe {
-            match pattern {
-                Pattern::U8(value) => driver.cuMemsetD8Async(dst, value, count, ready.handle()),
-                Pattern::U16(value) => driver.cuMemsetD16Async(dst, value, count, ready.handle()),
-                Pattern::U32(value) => driver.cuMemsetD32Async(dst, value, count, ready.handle()),
+        ready.submit(Box::new(keep), |driver, stream| {
+            // SAFETY: the stream is alive; the range is the caller's promise.
+            unsafe {
+                match pattern {
+                    Pattern::U8(value) => driver.cuMemsetD8Async(dst, value, count, stream),
+                    Pattern::U16(value) => driver.cuMemsetD16Async(dst, value, count, stream),
+                    Pattern::U32(value) => driver.cuMemsetD32Async(dst, value, count, stream),
+                }
             }
-        }?;
-        ready.keep(Box::new(keep));
-        Ok(())
+        })
     }
 }
 

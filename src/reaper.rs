@@ -14,18 +14,17 @@ use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use cudarc::driver::sys::CUstreamCaptureMode;
-
+use crate::capture::{CaptureMode, exchange_mode};
 use crate::completion::shield;
 use crate::device::Device;
 use crate::driver::{Driver, is_forked_child};
-use crate::error::Result;
 use crate::event::RawEvent;
 
 /// The shortest and longest pause between two looks at the events of queued work.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(100), Duration::from_millis(2));
 
-type Release = Box<dyn FnOnce() + Send>;
+/// Whether it is released, or has to be tried again.
+type Release = Box<dyn FnMut() -> bool + Send>;
 
 /// Something that work queued on a stream uses.
 struct Kept {
@@ -70,6 +69,15 @@ fn post(add: impl FnOnce(&mut Inbox)) {
 /// Runs `release` on the background thread with the context of `device` current. Called from any thread, also inside a
 /// callback.
 pub(crate) fn release(device: Device, release: impl FnOnce() + Send + 'static) {
+    let mut release = Some(release);
+    release_when(device, move || {
+        release.take().into_iter().for_each(|release| release());
+        true
+    });
+}
+
+/// As [`release`], for what may not be possible at the moment: tried again while `release` answers false.
+pub(crate) fn release_when(device: Device, release: impl FnMut() -> bool + Send + 'static) {
     post(|inbox| inbox.releases.push((device, Box::new(release))));
 }
 
@@ -89,6 +97,7 @@ fn run() {
     };
     // Per stream, since a stream's events are reached in order: one look at the front answers for all behind it.
     let mut kept: HashMap<u64, VecDeque<Kept>> = HashMap::new();
+    let mut later: Vec<(Device, Release)> = Vec::new();
     let mut pause = PAUSES.0;
     loop {
         let (releases, arrived) = {
@@ -98,7 +107,7 @@ fn run() {
                 if !inbox.releases.is_empty() || !inbox.kept.is_empty() {
                     break;
                 }
-                if kept.is_empty() {
+                if kept.is_empty() && later.is_empty() {
                     inbox.parked = true;
                     guard = CHANGED.wait(guard).unwrap_or_else(PoisonError::into_inner);
                 } else {
@@ -126,12 +135,16 @@ fn run() {
             !queue.is_empty()
         });
         pause = if progress { PAUSES.0 } else { (pause * 2).min(PAUSES.1) };
-        for (device, release) in releases {
+        for (device, mut release) in std::mem::take(&mut later).into_iter().chain(releases) {
             relax(device);
             // This thread has no other user, so the context need not be restored. If it cannot be made current it is
             // gone, and what it owned with it; the release then fails without harm.
             drop(device.make_current());
-            shield(release);
+            let mut done = true;
+            shield(|| done = release());
+            if !done {
+                later.push((device, release));
+            }
         }
     }
 }
@@ -146,19 +159,14 @@ pub(crate) struct Relaxed {
 
 impl Relaxed {
     pub(crate) fn enter(driver: &'static Driver) -> Relaxed {
-        Relaxed { driver, before: exchange(driver, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as u32).ok() }
+        Relaxed { driver, before: exchange_mode(driver, CaptureMode::Relaxed.code()).ok() }
     }
 }
 
 impl Drop for Relaxed {
     fn drop(&mut self) {
         if let Some(before) = self.before {
-            drop(exchange(self.driver, before));
+            drop(exchange_mode(self.driver, before));
         }
     }
-}
-
-fn exchange(driver: &Driver, mut mode: u32) -> Result<u32> {
-    // SAFETY: reads and writes one enum of C's int size.
-    unsafe { driver.cuThreadExchangeStreamCaptureMode(&raw mut mode) }.map(|()| mode)
 }

@@ -9,14 +9,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::sys::{CUcontext, CUgreenCtx, CUstream};
+use cudarc::driver::sys::{CUDA_HOST_NODE_PARAMS, CUcontext, CUgreenCtx, CUstream};
 
 use crate::api::Api;
 use crate::callback::{self, Callback, Continuation, HostCode, HostFunction, Notice, Pending};
+use crate::capture::{self, CaptureStatus};
 use crate::completion::{self, Completion, INTERRUPT_CHECK};
 use crate::device::{Bound, Device};
+use crate::driver::Driver;
 use crate::error::{Error, Refused, Result, Status};
-use crate::event::{Event, RawEvent};
+use crate::event::{Event, RawEvent, Record};
+use crate::graph::{self, HostNode, Label, Owner};
 use crate::reaper::{self, Relaxed};
 
 /// How the host is told that a stream reached a point.
@@ -47,18 +50,26 @@ impl Default for StreamOptions {
     }
 }
 
+/// `CU_EVENT_RECORD_EXTERNAL` and `CU_EVENT_WAIT_EXTERNAL`.
+const EXTERNAL: c_uint = 1;
 const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
 /// A stream handle. Owned ones are destroyed on the background thread when this is dropped; work queued on them still runs.
-struct RawStream {
+pub(crate) struct RawStream {
     device: Device,
     handle: CUstream,
     owned: bool,
     /// Only this thread may use the handle: `CU_STREAM_PER_THREAD` names another stream on every thread.
     thread: Option<ThreadId>,
-    /// What keeps an adopted stream alive.
+    /// What has to outlive it: the owner of an adopted stream, or a green context.
     _keep: Option<Box<dyn Any + Send + Sync>>,
+}
+
+impl RawStream {
+    pub(crate) fn handle(&self) -> CUstream {
+        self.handle
+    }
 }
 
 // SAFETY: streams may be used from any thread (driver reference 3.15); `thread` keeps the exception to its thread.
@@ -132,12 +143,43 @@ impl std::fmt::Debug for Stream {
 pub(crate) struct Ready<'a> {
     raw: Arc<RawStream>,
     strand: u64,
+    /// The capture that it takes part in, if that was asked for.
+    capture: Option<capture::State>,
     _bound: Bound<'a>,
 }
 
 impl Ready<'_> {
     pub(crate) fn handle(&self) -> CUstream {
         self.raw.handle
+    }
+
+    pub(crate) fn raw(&self) -> Arc<RawStream> {
+        Arc::clone(&self.raw)
+    }
+
+    /// The capture that work goes to, from [`Stream::capturable`].
+    pub(crate) fn capture(&self) -> Option<&capture::State> {
+        self.capture.as_ref()
+    }
+
+    /// Queues or captures work by `enqueue`, and keeps `payload` until it is done, or as long as the graph needs it.
+    pub(crate) fn submit(
+        &self,
+        payload: Box<dyn Any + Send>,
+        enqueue: impl FnOnce(&Driver, CUstream) -> Result<()>,
+    ) -> Result<()> {
+        let driver = self.raw.device.driver();
+        match &self.capture {
+            // SAFETY: the graph of a capture that is going on exists.
+            Some(capture) => unsafe {
+                graph::own_payload(driver, capture.graph, payload, || enqueue(driver, self.raw.handle))
+            },
+            None => {
+                enqueue(driver, self.raw.handle)?;
+                self.keep(payload);
+                Ok(())
+            }
+        }
     }
 
     /// Keeps `payload` until the stream has passed all that was queued so far.
@@ -265,6 +307,16 @@ impl Stream {
         })
     }
 
+    /// A stream of a green context, which `keep` holds. The primary context of the device is current.
+    pub(crate) fn own(device: Device, handle: CUstream, keep: Box<dyn Any + Send + Sync>) -> Result<Stream> {
+        Stream::describe(RawStream { device, handle, owned: true, thread: None, _keep: Some(keep) })
+    }
+
+    /// Whether this is the legacy default stream, by its handle.
+    pub(crate) fn is_legacy_default(&self) -> bool {
+        self.inner.address == LEGACY
+    }
+
     /// The id, told apart from those of the other driver.
     fn strand(&self) -> u64 {
         self.inner.id | u64::from(self.inner.device.is_software()) << 60
@@ -281,10 +333,28 @@ impl Stream {
         Ok(raw)
     }
 
-    /// The stream, ready to be given work.
-    pub(crate) fn ready<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
+    /// The stream, ready for what has no form in a capture: `act` says what, and `remedy` what to do instead.
+    pub(crate) fn ready<'a>(&self, api: &'a Api<'_>, act: &str, remedy: &str) -> Result<Ready<'a>> {
         let ready = self.alive(api)?;
-        refuse_capture(ready.raw.device, ready.raw.handle, "do this", "End the capture first")?;
+        refuse_capture(ready.raw.device, ready.raw.handle, act, remedy)?;
+        Ok(ready)
+    }
+
+    /// The stream, ready to be given work that becomes a node while it captures.
+    pub(crate) fn capturable<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
+        let mut ready = self.alive(api)?;
+        // SAFETY: the stream is alive, and its context is current.
+        let capture = unsafe { capture::state(ready.raw.device.driver(), ready.raw.handle) }?;
+        ready.capture = match capture.status {
+            CaptureStatus::None => None,
+            CaptureStatus::Active => Some(capture),
+            CaptureStatus::Invalidated => {
+                return Err(Error::capture(
+                    Status::STREAM_CAPTURE_INVALIDATED,
+                    "the capture that the stream takes part in is broken: end or abandon it first",
+                ));
+            }
+        };
         Ok(ready)
     }
 
@@ -292,7 +362,7 @@ impl Stream {
     pub(crate) fn alive<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
         let raw = self.raw()?;
         let bound = self.inner.device.bind(api)?;
-        Ok(Ready { raw, strand: self.strand(), _bound: bound })
+        Ok(Ready { raw, strand: self.strand(), capture: None, _bound: bound })
     }
 
     /// Its handle (`CUstream`), for other libraries. It is valid until the stream is closed and its last clone dropped.
@@ -373,7 +443,7 @@ impl Stream {
     /// # Errors
     /// The code of a fault; [`Error::Closed`]; [`Error::Capture`] while the stream captures.
     pub fn query(&self, api: &Api<'_>) -> Result<bool> {
-        self.ready(api).and_then(|ready| query(&ready.raw))
+        self.ready(api, "be queried", "End the capture first").and_then(|ready| query(&ready.raw))
     }
 
     /// Waits until all work queued so far is done.
@@ -389,25 +459,45 @@ impl Stream {
         timeout: Option<Duration>,
         interrupted: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
-        let ready = self.ready(api)?;
+        let ready = self.ready(api, "be waited for", "End the capture first")?;
         poll_until_done(timeout, interrupted, || query(&ready.raw))
+    }
+
+    fn refuse_other_driver(&self, device: Device, what: &str) -> Result<()> {
+        if device.kind() == self.inner.device.kind() {
+            return Ok(());
+        }
+        let mine = self.inner.device;
+        Err(Error::invalid(format!("a stream of device {mine} cannot wait for {what} of device {device}")))
     }
 
     /// Makes later work wait until `event`, as it is recorded now, is reached (`cuStreamWaitEvent`). The event may be of
     /// another device of the same driver.
     ///
+    /// An event that was recorded in a capture lets this stream take part in it, behind the work that the event stands
+    /// for.
+    ///
     /// # Errors
-    /// [`Error::InvalidValue`] for an event of another driver; what the driver answers.
+    /// [`Error::InvalidValue`] for an event of another driver; [`Error::Capture`] when one of the two is in a capture that
+    /// the other cannot take part in; what the driver answers.
     pub fn wait_event(&self, api: &Api<'_>, event: &Event) -> Result<()> {
-        if event.device().kind() != self.inner.device.kind() {
-            return Err(Error::invalid(format!(
-                "a stream of device {} cannot wait for an event of device {}",
-                self.inner.device,
-                event.device()
-            )));
-        }
+        self.refuse_other_driver(event.device(), "an event")?;
         let raw = event.raw()?;
-        self.wait_raw(&self.ready(api)?, &raw)
+        let ready = self.capturable(api)?;
+        let mine = ready.capture().map(|capture| capture.id);
+        match (mine, event.record()) {
+            (Some(_), Record::Ordinary) => {
+                return Err(Error::capture(
+                    Status::STREAM_CAPTURE_ISOLATION,
+                    "a stream that is capturing cannot wait for an event that was recorded outside of the capture: \
+                     record it inside, or wait for it as an external one",
+                ));
+            }
+            (Some(mine), Record::Captured(theirs)) if mine != theirs => return Err(merge()),
+            (None, Record::Captured(_)) if self.is_legacy_default() => return Err(legacy()),
+            _ => {}
+        }
+        self.wait_raw(&ready, &raw)
     }
 
     fn wait_raw(&self, ready: &Ready<'_>, event: &RawEvent) -> Result<()> {
@@ -415,46 +505,133 @@ impl Stream {
         unsafe { self.inner.device.driver().cuStreamWaitEvent(ready.handle(), event.handle(), 0) }
     }
 
-    /// Makes later work wait for all that is queued on `other` so far.
+    /// Captures a node that waits at each launch for `event`, as it is recorded then (`cuStreamWaitEvent` with
+    /// `CU_EVENT_WAIT_EXTERNAL`). The graph keeps the event alive.
     ///
     /// # Errors
-    /// [`Error::InvalidValue`] for a stream of another driver; what the driver answers.
-    pub fn wait_stream(&self, api: &Api<'_>, other: &Stream) -> Result<()> {
-        if other.inner.device.kind() != self.inner.device.kind() {
-            return Err(Error::invalid(format!(
-                "a stream of device {} cannot wait for a stream of device {}",
-                self.inner.device, other.inner.device
-            )));
+    /// [`Error::Capture`] on a stream that does not capture; as [`Stream::wait_event`].
+    pub fn wait_external(&self, api: &Api<'_>, event: &Event) -> Result<()> {
+        self.refuse_other_driver(event.device(), "an event")?;
+        let raw = event.raw()?;
+        let handle = raw.handle();
+        self.external(api)?.submit(Box::new(raw), |driver, stream| {
+            // SAFETY: both handles are alive, the event as long as the graph.
+            unsafe { driver.cuStreamWaitEvent(stream, handle, EXTERNAL) }
+        })
+    }
+
+    /// The stream, which has to be capturing.
+    fn external<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
+        let ready = self.capturable(api)?;
+        if ready.capture().is_none() {
+            return Err(Error::capture(
+                Status::ILLEGAL_STATE,
+                "external records and waits are for streams that capture: leave external out",
+            ));
         }
+        Ok(ready)
+    }
+
+    /// Makes later work wait for all that is queued on `other` so far. If `other` captures, this stream takes part in its
+    /// capture from then on; if both do, this one's later work depends on the other's.
+    ///
+    /// # Errors
+    /// [`Error::InvalidValue`] for a stream of another driver; [`Error::Capture`] when one of the two is in a capture that
+    /// the other cannot take part in; what the driver answers.
+    pub fn wait_stream(&self, api: &Api<'_>, other: &Stream) -> Result<()> {
+        self.refuse_other_driver(other.inner.device, "a stream")?;
+        let mine = self.capturable(api)?.capture().map(|capture| capture.id);
         let event = {
-            let ready = other.ready(api)?;
+            let ready = other.capturable(api)?;
+            match (mine, ready.capture().map(|capture| capture.id)) {
+                (Some(_), None) => {
+                    return Err(Error::capture(
+                        Status::STREAM_CAPTURE_ISOLATION,
+                        "a stream that is capturing cannot wait for a stream outside of the capture: let that one wait \
+                         for this one first, which makes it take part",
+                    ));
+                }
+                (Some(mine), Some(theirs)) if mine != theirs => return Err(merge()),
+                (None, Some(_)) if self.is_legacy_default() => return Err(legacy()),
+                _ => {}
+            }
             let event = other.inner.device.take_event()?;
             // SAFETY: both handles are alive and of one context.
             unsafe { other.inner.device.driver().cuEventRecord(event.handle(), ready.handle()) }?;
             event
         };
-        let waited = self.wait_raw(&self.ready(api)?, &event);
+        let waited = self.wait_raw(&self.alive(api)?, &event);
         // The wait keeps the record of this moment, so the event can be recorded anew.
         other.inner.device.give_event_back(event);
         waited
     }
 
-    /// Records `event` behind all that is queued so far (`cuEventRecord`).
+    fn refuse_other_device(&self, event: &Event) -> Result<()> {
+        if event.device() == self.inner.device {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "an event of device {} cannot be recorded in a stream of device {}",
+            event.device(),
+            self.inner.device
+        )))
+    }
+
+    /// Records `event` behind all that is queued so far (`cuEventRecord`). While the stream captures, the event stands for
+    /// what was captured so far: streams can wait for it, the host cannot.
     ///
     /// # Errors
     /// [`Error::InvalidValue`] for an event of another device; what the driver answers.
     pub fn record(&self, api: &Api<'_>, event: &Event) -> Result<()> {
-        if event.device() != self.inner.device {
-            return Err(Error::invalid(format!(
-                "an event of device {} cannot be recorded in a stream of device {}",
-                event.device(),
-                self.inner.device
-            )));
-        }
+        self.refuse_other_device(event)?;
         let raw = event.raw()?;
-        let ready = self.ready(api)?;
+        let ready = self.capturable(api)?;
         // SAFETY: both handles are alive and of one context.
-        unsafe { self.inner.device.driver().cuEventRecord(raw.handle(), ready.handle()) }
+        unsafe { self.inner.device.driver().cuEventRecord(raw.handle(), ready.handle()) }?;
+        event.recorded(ready.capture().map(|capture| capture.id));
+        Ok(())
+    }
+
+    /// Captures a node that records `event` at each launch (`cuEventRecordWithFlags` with `CU_EVENT_RECORD_EXTERNAL`). The
+    /// graph keeps the event alive.
+    ///
+    /// # Errors
+    /// [`Error::Capture`] on a stream that does not capture; as [`Stream::record`].
+    pub fn record_external(&self, api: &Api<'_>, event: &Event) -> Result<()> {
+        self.refuse_other_device(event)?;
+        let raw = event.raw()?;
+        let handle = raw.handle();
+        self.external(api)?.submit(Box::new(raw), |driver, stream| {
+            // SAFETY: both handles are alive, the event as long as the graph.
+            unsafe { driver.cuEventRecordWithFlags(handle, stream, EXTERNAL) }
+        })?;
+        event.recorded(None);
+        Ok(())
+    }
+
+    /// Captures a host function: see [`crate::capture::Branch::launch_host_func`].
+    pub(crate) fn capture_host_func<F>(&self, api: &Api<'_>, f: F, label: Label) -> Result<HostNode, Refused<F>>
+    where
+        F: Fn() + Send + Sync + 'static,
+    {
+        let ready = match self.external(api) {
+            Ok(ready) => ready,
+            Err(error) => return Err(Refused { error, returned: f }),
+        };
+        let capture = ready.capture().expect("it captures");
+        let driver = self.inner.device.driver();
+        let owner = Owner::of_capture(self.inner.device, capture.id, capture.graph);
+        let add = |params: CUDA_HOST_NODE_PARAMS| {
+            // SAFETY: the stream is alive, and the graph keeps what the function uses.
+            unsafe { driver.cuLaunchHostFunc(ready.handle(), params.fn_, params.userData) }?;
+            // SAFETY: as above. What was captured last is what the next node depends on.
+            let state = unsafe { capture::state(driver, ready.handle()) }?;
+            state.nodes.last().copied().ok_or_else(|| {
+                Error::capture(Status::STREAM_CAPTURE_INVALIDATED, "the capture broke while this was added to it")
+            })
+        };
+        // SAFETY: the graph of a capture that is going on exists.
+        unsafe { graph::add_host_code(driver, capture.graph, owner, f, label, add) }
     }
 
     /// Queues a callback: `f` runs once when all work before is done, with the status of that, also a bad one. Later
@@ -529,11 +706,25 @@ impl Stream {
     }
 
     fn enqueue<C: HostCode>(&self, api: &Api<'_>, code: C) -> Result<(), (Error, C)> {
-        match self.ready(api) {
+        match self.ready(api, C::ACT, C::REMEDY) {
             Ok(ready) => callback::enqueue(self.inner.device, ready.handle(), &self.inner.pending, code),
             Err(error) => Err((error, code)),
         }
     }
+}
+
+fn merge() -> Error {
+    Error::capture(
+        Status::STREAM_CAPTURE_MERGE,
+        "the two take part in two captures, which cannot be joined: end one of them first",
+    )
+}
+
+fn legacy() -> Error {
+    Error::capture(
+        Status::STREAM_CAPTURE_IMPLICIT,
+        "the legacy default stream cannot take part in a capture: use another stream",
+    )
 }
 
 fn query(raw: &RawStream) -> Result<bool> {
@@ -549,17 +740,17 @@ fn query(raw: &RawStream) -> Result<bool> {
 
 /// Refuses what would invalidate a capture of the stream. The question itself is harmless in every mode (measured).
 fn refuse_capture(device: Device, stream: CUstream, act: &str, remedy: &str) -> Result<()> {
-    let mut status: c_uint = 0;
-    // SAFETY: the stream is alive; writes one enum of C's int size.
-    match unsafe { device.driver().cuStreamIsCapturing(stream, &raw mut status) } {
-        Ok(()) if status == 0 => Ok(()),
-        // Older than captures: there is none to break.
-        Err(Error::DriverTooOld { .. }) => Ok(()),
-        Ok(()) => Err(Error::Capture {
-            status: Status::STREAM_CAPTURE_UNSUPPORTED,
-            what: format!("a stream that is capturing cannot {act}: the capture would be invalidated. {remedy}"),
-        }),
-        Err(error) => Err(error),
+    // SAFETY: the stream is alive, and its context is current.
+    match unsafe { capture::state(device.driver(), stream) }?.status {
+        CaptureStatus::None => Ok(()),
+        CaptureStatus::Active => Err(Error::capture(
+            Status::STREAM_CAPTURE_UNSUPPORTED,
+            format!("a stream that is capturing cannot {act}: the capture would be invalidated. {remedy}"),
+        )),
+        CaptureStatus::Invalidated => Err(Error::capture(
+            Status::STREAM_CAPTURE_INVALIDATED,
+            format!("a stream whose capture is broken cannot {act}: end or abandon the capture first"),
+        )),
     }
 }
 

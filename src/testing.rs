@@ -69,7 +69,7 @@ fn kernel(api: &Api<'_>, device: Device) -> Result<CUfunction> {
 }
 
 fn launch(api: &Api<'_>, stream: &Stream, function: CUfunction, nanoseconds: u64, code: u32) -> Result<()> {
-    let ready = stream.ready(api)?;
+    let ready = stream.capturable(api)?;
     let (mut nanoseconds, mut code) = (nanoseconds, code);
     let mut arguments: [*mut c_void; 2] = [(&raw mut nanoseconds).cast(), (&raw mut code).cast()];
     let (parameters, none) = (arguments.as_mut_ptr(), ptr::null_mut());
@@ -77,7 +77,7 @@ fn launch(api: &Api<'_>, stream: &Stream, function: CUfunction, nanoseconds: u64
     unsafe { stream.device().driver().cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, ready.handle(), parameters, none) }
 }
 
-/// Queues device work that lasts for `duration`.
+/// Queues device work that lasts for `duration`; captured, a kernel node.
 ///
 /// # Errors
 /// What the driver answers.
@@ -124,7 +124,7 @@ pub fn hold(api: &Api<'_>, stream: &Stream) -> Result<Hold> {
     let word = Buffer::pinned(api, stream.device(), size_of::<AtomicU64>())?;
     let hold = Hold { word };
     hold.flag().store(0, Ordering::Release);
-    let ready = stream.ready(api)?;
+    let ready = stream.ready(api, "be held", "Hold it before the capture begins")?;
     // SAFETY: the stream is alive; the word is, until the stream has passed the wait.
     unsafe { stream.device().driver().cuStreamWaitValue64_v2(ready.handle(), hold.word.ptr(), 1, AT_LEAST) }?;
     ready.keep(Box::new(hold.word.clone()));

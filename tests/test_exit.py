@@ -144,7 +144,7 @@ FAILURES = {
     "of a completion that lives to the end": "c = s.then(lambda: 1 / 0); s.synchronize()",
     "of a done callback": "s.then(int).add_done_callback(lambda c: 1 / 0)",
     # Waited for, since the exit waits for no point of a stream; to wait is not to look at the error.
-    "after a fault": "rs.testing.fault(s); c = s.completion(); rs.wait([c], 30)",
+    "after a fault": ("h = rs.testing.hold(s); rs.testing.fault(s); c = s.completion(); h.release(); rs.wait([c], 30)"),
 }
 
 

@@ -15,7 +15,23 @@ import os
 from rstream import _core, testing
 from rstream._arrays import DeviceArray, ManagedArray, PinnedArray, device_empty, managed_empty, pinned_empty
 from rstream._attributes import AccessPolicyWindow
-from rstream._core import Completion, Device, Event, Stream, StreamAttributes, default_device, devices, stats
+from rstream._capture import CaptureInfo, capture_mode
+from rstream._core import (
+    Capture,
+    Completion,
+    Device,
+    Event,
+    Graph,
+    GraphExec,
+    GreenContext,
+    HostNode,
+    Node,
+    Stream,
+    StreamAttributes,
+    default_device,
+    devices,
+    stats,
+)
 from rstream._errors import (
     CapturedEventError,
     CaptureError,
@@ -33,6 +49,7 @@ from rstream._errors import (
     DeviceFaultError,
     DriverNotFoundError,
     DriverTooOldError,
+    GraphUpdateError,
     InvalidHandleError,
     InvalidValueError,
     NotPermittedError,
@@ -48,8 +65,10 @@ __version__: str = _core.__version__
 
 __all__ = [
     "AccessPolicyWindow",
+    "Capture",
     "CaptureError",
     "CaptureImplicitError",
+    "CaptureInfo",
     "CaptureInvalidatedError",
     "CaptureIsolationError",
     "CaptureMergeError",
@@ -69,9 +88,15 @@ __all__ = [
     "DriverNotFoundError",
     "DriverTooOldError",
     "Event",
+    "Graph",
+    "GraphExec",
+    "GraphUpdateError",
+    "GreenContext",
+    "HostNode",
     "InvalidHandleError",
     "InvalidValueError",
     "ManagedArray",
+    "Node",
     "NotPermittedError",
     "NotSupportedError",
     "OutOfMemoryError",
@@ -82,6 +107,7 @@ __all__ = [
     "StreamAttributes",
     "WaitTimeoutError",
     "as_completed",
+    "capture_mode",
     "default_device",
     "device_empty",
     "devices",

@@ -1,11 +1,15 @@
 """The extension module: the classes over the Rust core. Import them from `rstream`."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Concatenate, Final, Generic, Literal, ParamSpec, Protocol, TypeVar, final
 
+from typing_extensions import disjoint_base
+
+from rstream._arrays import ManagedArray
 from rstream._attributes import AccessPolicyWindow
+from rstream._capture import CaptureInfo, CaptureMode
 from rstream._status import Status
 
 _T = TypeVar("_T")
@@ -16,17 +20,24 @@ class _CudaStream(Protocol):
     def __cuda_stream__(self) -> tuple[int, int]: ...
 
 __all__ = [
+    "Capture",
     "Completion",
     "Device",
     "Event",
+    "Graph",
+    "GraphExec",
+    "GreenContext",
     "Hold",
+    "HostNode",
     "Injection",
     "Memory",
+    "Node",
     "Stream",
     "StreamAttributes",
     "__version__",
     "_after_fork",
     "_at_exit",
+    "_exchange_capture_mode",
     "default_device",
     "devices",
     "fault",
@@ -130,7 +141,8 @@ class Stream:
     What a stream knows about itself is read once, so its properties, `repr`, `==` and `hash` never call the driver.
     Every
     method that calls the driver releases the GIL, and raises `NotPermittedError` inside a callback or host function,
-    `ClosedError` on a closed stream and `CaptureUnsupportedError` while the stream captures.
+    `ClosedError` on a closed stream and, where it has no form in a capture, `CaptureUnsupportedError` while the stream
+    captures.
     """
 
     def __new__(
@@ -227,13 +239,61 @@ class Stream:
         after a fault.
         """
 
-    def wait(self, event_or_stream: Event | Stream | _CudaStream | Any) -> None:
-        """Make later work wait for an event, or for all that is queued on another stream so far."""
+    def wait(self, event_or_stream: Event | Stream | _CudaStream | Any, *, external: bool = False) -> None:
+        """Make later work wait for an event, or for all that is queued on another stream so far (`cuStreamWaitEvent`).
 
-    def record(self, event: Event | None = None) -> Event:
+        If the other stream captures, or the event was recorded in a capture, this stream takes part in that capture
+        from
+        then on. A stream that captures can wait for what is in its own capture only, or with `external=True` for an
+        event
+        as it is recorded at each launch of the graph (`CU_EVENT_WAIT_EXTERNAL`). Raises a `CaptureError` that says
+        which
+        rule would have been broken.
+        """
+
+    def record(self, event: Event | None = None, *, external: bool = False) -> Event:
         """Record `event`, or a new one, behind all that is queued so far (`cuEventRecord`), and return it.
 
-        Raises `InvalidValueError` for an event of another device.
+        While the stream captures, the event stands for what was captured so far: streams can wait for it, the host
+        cannot. With `external=True` it is recorded at each launch of the graph (`CU_EVENT_RECORD_EXTERNAL`). Raises
+        `InvalidValueError` for an event of another device.
+        """
+
+    def capture(
+        self,
+        *,
+        mode: CaptureMode = "global",
+        graph: Graph | None = None,
+        dependencies: Iterable[Node] | Node | None = None,
+    ) -> Capture:
+        """A capture of this stream, to be begun by `with`: what is queued inside becomes nodes of a graph.
+
+        `mode` says which 'potentially unsafe' calls (`cudaMalloc`, `cudaEventQuery`, …) break the capture while it
+        lasts:
+        those of this thread and of others (`"global"`), of this thread (`"thread_local"`), or none (`"relaxed"`). What
+        rstream itself calls never does. With `graph`, nodes go into that graph, the first ones behind its nodes
+        `dependencies`; if the capture breaks, that graph is gone (`cuStreamBeginCapture`,
+        `cuStreamBeginCaptureToGraph`).
+        """
+
+    @property
+    def capture_status(self) -> Literal["none", "active", "invalidated"]:
+        """Whether the stream takes part in a capture, whoever began it (`cuStreamIsCapturing`). Never disturbs one.
+
+        Raises `CaptureImplicitError` for the legacy default stream while a blocking stream captures.
+        """
+
+    @property
+    def capture_info(self) -> CaptureInfo | None:
+        """The capture that the stream takes part in (`cuStreamGetCaptureInfo`), or None. Never disturbs one."""
+
+    def attach(self, array: ManagedArray, attach: Literal["global", "host", "single"]) -> None:
+        """Say to whom managed memory belongs from this point of the stream on (`cuStreamAttachMemAsync`).
+
+        `"single"`: to this stream alone, `"global"`: to all, `"host"`: to none on a device without concurrent managed
+        access. The driver takes it back when the stream goes, and rstream when the array does. On every device, memory
+        that is attached to one stream may be read and written inside that stream's callbacks, as NumPy. Raises
+        `InvalidValueError` for `"single"` on the legacy default stream, `TypeError` for another array.
         """
 
     def add_callback(
@@ -246,11 +306,14 @@ class Stream:
         API (`cuStreamAddCallback`). When the enqueue fails, its references are dropped before the exception is raised.
         """
 
-    def launch_host_func(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Completion[_T]:
+    def launch_host_func(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Completion[_T] | Any:
         """Queue a host function: `fn(*args, **kwargs)` runs once when all work before is done.
 
         Later work waits until it returns. It must not call the API. After a device fault it does not run, and its
         completion raises the error (`cuStreamAddCallback`, since `cuLaunchHostFunc` would not tell).
+
+        While the stream captures, whoever began that, it becomes a node instead, which runs once for each launch, and a
+        `HostNode` is returned: as by `Capture.launch_host_func`.
         """
 
     def then(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Completion[_T]:
@@ -264,7 +327,9 @@ class Stream:
         """A completion that resolves when all work queued so far is done."""
 
     def copy(self, dst: Any, src: Any) -> None:
-        """Queue a copy of all bytes of `src` to `dst` (`cuMemcpyAsync`); both are kept alive until it is done.
+        """Queue a copy of all bytes of `src` to `dst` (`cuMemcpyAsync`).
+
+        Both are kept alive until it is done, or, while the stream captures, as long as the graph.
 
         Each is a C-contiguous NumPy array, an array of rstream, or an object with `__cuda_array_interface__`; they have
         the same number of bytes, whatever their shapes and dtypes. A copy from ordinary (pageable) NumPy memory reads
@@ -338,6 +403,262 @@ class StreamAttributes:
 
     @access_policy_window.setter
     def access_policy_window(self, window: AccessPolicyWindow | None) -> None: ...
+
+@final
+class Capture:
+    """A capture of a stream into a graph, made by `Stream.capture` and begun by `with`.
+
+    Left without an exception it ends, and `graph` is the result; with one it is abandoned. It ends on the thread that
+    began it, unless its mode is relaxed.
+    """
+
+    def __enter__(self) -> Capture: ...
+    def __exit__(
+        self,
+        *exception: type[BaseException] | BaseException | TracebackType | None,
+    ) -> None: ...
+    def end(self) -> Graph:
+        """End the capture (`cuStreamEndCapture`) and return the graph.
+
+        Raises `CaptureInvalidatedError` when a rule was broken while it lasted, `CaptureUnjoinedError` when another
+        stream that took part has work that this one did not wait for; the capture is over then. Raises
+        `CaptureWrongThreadError` on another thread: it goes on then.
+        """
+
+    def abandon(self) -> None:
+        """End the capture and drop what was captured."""
+
+    def launch_host_func(self, fn: Callable[_P, object], /, *args: _P.args, **kwargs: _P.kwargs) -> HostNode:
+        """Capture a host function: `fn(*args, **kwargs)` runs once for each launch (`cuLaunchHostFunc`).
+
+        It must not call the API. The graph, every executable made from it and every pending launch keep it alive.
+        """
+
+    @property
+    def graph(self) -> Graph:
+        """The graph. Raises `CaptureError` before the end."""
+
+    @property
+    def stream(self) -> Stream:
+        """The stream."""
+
+    @property
+    def mode(self) -> CaptureMode:
+        """The mode."""
+
+    @property
+    def id(self) -> int | None:
+        """A number that no other capture of the process has; None when it is not going on."""
+
+    @property
+    def status(self) -> Literal["none", "active", "invalidated"]:
+        """Whether it goes on, or broke (`cuStreamIsCapturing`)."""
+
+    @property
+    def dependencies(self) -> list[Node]:
+        """The nodes that the next one depends on (`cuStreamGetCaptureInfo`)."""
+
+    def add_dependencies(self, nodes: Iterable[Node] | Node) -> None:
+        """Add nodes to those that the next one depends on (`cuStreamUpdateCaptureDependencies`).
+
+        Raises `InvalidValueError` for a node of another graph.
+        """
+
+    def set_dependencies(self, nodes: Iterable[Node] | Node) -> None:
+        """Make the next node depend on these alone (`cuStreamUpdateCaptureDependencies`)."""
+
+    def __reduce__(self) -> Any: ...
+
+@disjoint_base
+class Node:
+    """A node of a graph (`CUgraphNode`)."""
+
+    @property
+    def kind(self) -> str:
+        """What it does: `"kernel"`, `"memcpy"`, `"host"` and so on, as in `CUgraphNodeType`."""
+
+    @property
+    def handle(self) -> int:
+        """The handle (`CUgraphNode`)."""
+
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> Any: ...
+
+@final
+class HostNode(Node):
+    """A host function in a graph. This object does not keep the function alive; the graph does."""
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+
+    @property
+    def runs(self) -> int:
+        """How often it was run, by all launches of all executables that have it."""
+
+    @property
+    def errors(self) -> list[BaseException]:
+        """What its runs raised: the last 100."""
+
+@final
+class Graph:
+    """A graph (`CUgraph`): work as nodes and edges, made by capture or by hand, that is launched as often as one likes.
+
+    What its nodes use (functions, arrays, events) lives as long as the graph, an executable made from it, or a pending
+    launch. Methods that add a node take `dependencies`, a node or several, and raise `InvalidValueError` for nodes of
+    another graph.
+    """
+
+    def __new__(cls, device: Device | int | str | None = None) -> Graph: ...
+    @property
+    def device(self) -> Device:
+        """The device."""
+
+    @property
+    def handle(self) -> int:
+        """The handle (`CUgraph`). Raises `CaptureError` while it is captured into."""
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes, in no particular order; host functions of rstream are `HostNode`s (`cuGraphGetNodes`)."""
+
+    @property
+    def edges(self) -> list[tuple[Node, Node]]:
+        """The edges: the second node of each pair depends on the first (`cuGraphGetEdges`)."""
+
+    def add_host_node(
+        self, fn: Callable[..., object], /, *args: Any, dependencies: Iterable[Node] | Node | None = None, **kwargs: Any
+    ) -> HostNode:
+        """Add a host function: `fn(*args, **kwargs)` runs once for each launch (`cuGraphAddHostNode`).
+
+        It must not call the API. What it raises is in `HostNode.errors`, and told to `GraphExec.on_error` or else to
+        `sys.unraisablehook`; the launch goes on.
+        """
+
+    def add_empty_node(self, *, dependencies: Iterable[Node] | Node | None = None) -> Node:
+        """Add a node that does nothing (`cuGraphAddEmptyNode`)."""
+
+    def add_memcpy_node(self, dst: Any, src: Any, *, dependencies: Iterable[Node] | Node | None = None) -> Node:
+        """Add a copy of all bytes of `src` to `dst` (`cuGraphAddMemcpyNode`). Arrays as for `Stream.copy`.
+
+        Work that another library has queued on the arrays is waited for now.
+        """
+
+    def add_memset_node(self, dst: Any, value: Any, *, dependencies: Iterable[Node] | Node | None = None) -> Node:
+        """Add that every element of `dst` is set to `value` (`cuGraphAddMemsetNode`). As for `Stream.fill`."""
+
+    def add_event_record_node(self, event: Event, *, dependencies: Iterable[Node] | Node | None = None) -> Node:
+        """Add a node that records `event` at each launch (`cuGraphAddEventRecordNode`)."""
+
+    def add_event_wait_node(self, event: Event, *, dependencies: Iterable[Node] | Node | None = None) -> Node:
+        """Add a node that waits at each launch for `event`, as it is recorded then (`cuGraphAddEventWaitNode`)."""
+
+    def add_child_graph(self, graph: Graph, *, dependencies: Iterable[Node] | Node | None = None) -> Node:
+        """Add a copy of `graph` as a node (`cuGraphAddChildGraphNode`)."""
+
+    def add_dependencies(self, edges: Iterable[tuple[Node, Node]]) -> None:
+        """Add edges: the second node of each pair will depend on the first (`cuGraphAddDependencies`).
+
+        Raises `InvalidValueError` for a node and itself, and for an edge that exists.
+        """
+
+    def clone(self) -> Graph:
+        """A copy of the graph, which shares the functions (`cuGraphClone`)."""
+
+    def find_in_clone(self, original: Node) -> Node:
+        """The node of this clone that `original` became (`cuGraphNodeFindInClone`)."""
+
+    def to_dot(self) -> str:
+        """The graph in the DOT language of Graphviz."""
+
+    def to_svg(self) -> str:
+        """A drawing, as SVG. For graphs of some hundred nodes at most."""
+
+    def instantiate(self) -> GraphExec:
+        """Make it executable (`cuGraphInstantiateWithFlags`). Raises `InvalidValueError` when it has a cycle."""
+
+    def _repr_svg_(self) -> str | None: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    __hash__: None  # type: ignore[assignment]
+    def __reduce__(self) -> Any: ...
+
+@final
+class GraphExec:
+    """A graph that can be launched (`CUgraphExec`), made by `Graph.instantiate`. Launches of one never overlap."""
+
+    @property
+    def device(self) -> Device:
+        """The device."""
+
+    @property
+    def handle(self) -> int:
+        """The handle (`CUgraphExec`). Raises `ClosedError`."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+
+    def launch(self, stream: Stream) -> None:
+        """Launch it behind what is queued on `stream` (`cuGraphLaunch`).
+
+        After a device fault of earlier work its host functions do not run; `stream.completion()` behind the launch
+        tells. Raises `CaptureUnsupportedError` on a stream that captures.
+        """
+
+    def upload(self, stream: Stream) -> None:
+        """Bring what it needs to the device, so that the first launch is not slower (`cuGraphUpload`)."""
+
+    def update(self, graph: Graph) -> None:
+        """Make later launches do what `graph` says (`cuGraphExecUpdate`).
+
+        Raises `GraphUpdateError` when its nodes or edges are others; nothing is changed then.
+        """
+
+    def on_error(self, fn: Callable[[BaseException], object]) -> None:
+        """Have `fn(exception)` called for what host functions of its graph raise, on the thread that ran them.
+
+        `fn` must not call the API. Held as long as this object.
+        """
+
+    def close(self) -> None:
+        """Give it up (`cuGraphExecDestroy`, on a background thread). Launches that are pending still run."""
+
+    def __enter__(self) -> GraphExec: ...
+    def __exit__(
+        self,
+        *_exception: type[BaseException] | BaseException | TracebackType | None,
+    ) -> None: ...
+    def __reduce__(self) -> Any: ...
+
+@final
+class GreenContext:
+    """A part of a device's multiprocessors, with streams of its own (`cuGreenCtxCreate`).
+
+    `multiprocessors` is how many it has at least; the driver rounds up, on most devices to a multiple of 8. It lives as
+    long as this object or a stream made in it. Raises `InvalidValueError` for more than the device has,
+    `DriverTooOldError` before CUDA 12.5.
+    """
+
+    def __new__(cls, device: Device | int | str | None = None, *, multiprocessors: int) -> GreenContext: ...
+    def create_stream(self, *, priority: int = 0) -> Stream:
+        """A new stream in it, which is non-blocking always (`cuGreenCtxStreamCreate`)."""
+
+    @property
+    def device(self) -> Device:
+        """The device."""
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many multiprocessors it has."""
+
+    @property
+    def handle(self) -> int:
+        """The handle (`CUgreenCtx`)."""
+
+    def __reduce__(self) -> Any: ...
 
 @final
 class Event:
@@ -537,4 +858,5 @@ def inject(function: str, code: int, nth: int = 1) -> Injection:
     """`rstream.testing.inject`."""
 
 def _at_exit(seconds: float) -> int: ...
+def _exchange_capture_mode(device: Device, mode: int) -> int: ...
 def _after_fork() -> None: ...

@@ -77,6 +77,10 @@ class CaptureError(CudaError):
     """A rule of stream capture was broken, or would have been (900 to 908)."""
 
 
+class GraphUpdateError(CudaError):
+    """An executable graph cannot be updated from this graph, whose nodes or edges are others (910)."""
+
+
 class CaptureUnsupportedError(CaptureError):
     """Not possible while the stream captures (900)."""
 
@@ -117,6 +121,7 @@ _BY_KIND: dict[str, type[CudaError]] = {
     "no_driver": DriverNotFoundError,
     "too_old": DriverTooOldError,
     "closed": ClosedError,
+    "capture": CaptureError,
     "timeout": WaitTimeoutError,
     "shutdown": ShutdownError,
 }
@@ -140,6 +145,7 @@ _BY_CODE: dict[int, type[CudaError]] = {
     907: CapturedEventError,
     908: CaptureWrongThreadError,
     909: WaitTimeoutError,
+    910: GraphUpdateError,
 }
 
 
@@ -148,4 +154,6 @@ def build(kind: str, code: int, message: str) -> BaseException:
     if kind == "cancelled":
         return CancelledError(message)
     sticky = _core.status_text(code)[2]
+    if kind == "capture" and code in _BY_CODE:
+        kind = ""
     return (_BY_KIND.get(kind) or _BY_CODE.get(code) or (DeviceFaultError if sticky else CudaError))(message, code)

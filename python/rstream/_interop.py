@@ -65,16 +65,16 @@ def adopt(obj: Any, device: _core.Device | int | str | None) -> _core.Stream:
     return _core.Stream._adopt(handle, where, obj)
 
 
-def describe(stream: _core.Stream, obj: Any, role: str) -> tuple[int, int, bool]:
-    """Address, bytes and writability of an object with a CUDA Array Interface. `stream` waits for its stream."""
+def describe(device: _core.Device, obj: Any, role: str) -> tuple[int, int, bool, int | None]:
+    """Address, bytes, writability and producer stream of an object with a CUDA Array Interface."""
     interface = getattr(obj, "__cuda_array_interface__", None)
     if interface is None:
         raise TypeError(
             f"{role}: cannot copy a {type(obj).__name__}: expected a NumPy array, an array of rstream, "
             "or an object with __cuda_array_interface__"
         )
-    if stream.device.is_software:
-        raise InvalidValueError(f"{role}: memory of a GPU on a stream of {stream.device!r}", 1)
+    if device.is_software:
+        raise InvalidValueError(f"{role}: memory of a GPU on a stream of {device!r}", 1)
     shape = tuple(int(size) for size in interface["shape"])
     itemsize = np.dtype(interface["typestr"]).itemsize
     strides = interface.get("strides")
@@ -86,7 +86,5 @@ def describe(stream: _core.Stream, obj: Any, role: str) -> tuple[int, int, bool]
         if not contiguous:
             raise InvalidValueError(f"{role}: an array of shape {shape} and strides {strides} is not C-contiguous", 1)
     producer = interface.get("stream")
-    if producer is not None:
-        stream.wait(_core.Stream.from_external(int(producer), stream.device))
     address, read_only = interface["data"]
-    return int(address or 0), math.prod(shape) * itemsize, not read_only
+    return int(address or 0), math.prod(shape) * itemsize, not read_only, None if producer is None else int(producer)

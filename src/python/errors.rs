@@ -14,6 +14,7 @@ fn kind(error: &Error) -> &'static str {
         Error::NoDriver { .. } => "no_driver",
         Error::DriverTooOld { .. } => "too_old",
         Error::Closed { .. } => "closed",
+        Error::Capture { .. } => "capture",
         Error::Timeout { .. } => "timeout",
         Error::Cancelled => "cancelled",
         Error::Shutdown => "shutdown",

@@ -4,12 +4,16 @@
 //! half of the package (arrays, exceptions, waiting for many) is Python, in `python/rstream/`.
 
 mod attributes;
+mod capture;
 mod completion;
 mod device;
 mod errors;
 mod event;
 mod gate;
+mod graph;
+mod green;
 mod memory;
+mod region;
 mod stream;
 mod testing;
 mod worker;
@@ -79,6 +83,8 @@ mod _core {
     #[pymodule_export]
     use super::attributes::StreamAttributesPy;
     #[pymodule_export]
+    use super::capture::{_exchange_capture_mode, CapturePy};
+    #[pymodule_export]
     use super::completion::CompletionPy;
     #[pymodule_export]
     use super::device::{DevicePy, default_device, devices};
@@ -86,6 +92,10 @@ mod _core {
     use super::event::EventPy;
     #[pymodule_export]
     use super::gate::{_after_fork, _at_exit};
+    #[pymodule_export]
+    use super::graph::{GraphExecPy, GraphPy, HostNodePy, NodePy};
+    #[pymodule_export]
+    use super::green::GreenContextPy;
     #[pymodule_export]
     use super::memory::{MemoryPy, pointer_info};
     #[pymodule_export]

@@ -2,8 +2,6 @@
 
 use std::any::Any;
 
-use numpy::npyffi::NPY_ARRAY_WRITEABLE;
-use numpy::{PyArrayDescrMethods as _, PyUntypedArray, PyUntypedArrayMethods as _};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -11,19 +9,22 @@ use pyo3::types::{PyDict, PyTuple};
 
 use super::attributes::StreamAttributesPy;
 use super::call;
+use super::capture::{CapturePy, status_name};
 use super::completion::CompletionPy;
 use super::device::{DevicePy, device_or_default};
 use super::errors::{PyResultExt as _, exception};
 use super::event::{EventPy, python_bool};
 use super::gate::{Buried, drop_attached, refuse_forked};
+use super::graph::{GraphPy, NodePy, add_host_node};
 use super::memory::MemoryPy;
+use super::region::{filled, regions};
 use super::worker::{Job, Outcome};
 use super::{call_interruptibly, timeout};
 use crate::api::Api;
 use crate::completion::Completion;
 use crate::error::{Error, Refused, Result, Status};
 use crate::event::{Event, EventOptions};
-use crate::memory::Pattern;
+use crate::memory::Attach;
 use crate::stream::{Signal, Stream, StreamOptions};
 
 /// A priority as the driver takes it, which clamps it to its range; this makes the number fit its int.
@@ -33,54 +34,6 @@ pub(super) fn clamped(priority: i64) -> i32 {
 
 #[pyclass(name = "Stream", module = "rstream", frozen, weakref)]
 pub(super) struct StreamPy(pub(super) Stream);
-
-/// One side of a copy: where, how much, and what keeps it alive.
-struct Region {
-    address: u64,
-    bytes: usize,
-    writable: bool,
-    keep: Py<PyAny>,
-}
-
-impl Region {
-    /// Contiguous memory of `object`, of which `role` is the name in errors.
-    fn of(stream: &Bound<'_, StreamPy>, object: &Bound<'_, PyAny>, role: &str) -> PyResult<Region> {
-        let py = object.py();
-        let refuse = |what: String| Err(exception(py, &Error::invalid(what)));
-        let keep = object.clone().unbind();
-        if let Ok(array) = object.cast::<PyUntypedArray>() {
-            if !array.is_c_contiguous() {
-                return refuse(format!("{role}: a NumPy array of shape {:?} that is not C-contiguous", array.shape()));
-            }
-            if array.dtype().has_object() {
-                return refuse(format!("{role}: an array of dtype {} has no bytes to copy", array.dtype()));
-            }
-            // SAFETY: the array is alive; reads two fields of its header.
-            let (data, flags) = unsafe { ((*array.as_array_ptr()).fields.data, (*array.as_array_ptr()).fields.flags) };
-            return Ok(Region {
-                address: data as u64,
-                bytes: array.len() * array.dtype().itemsize(),
-                writable: flags & NPY_ARRAY_WRITEABLE != 0,
-                keep,
-            });
-        }
-        let memory = object.getattr_opt("_memory")?;
-        if let Some(memory) = memory.as_ref().and_then(|memory| memory.cast::<MemoryPy>().ok()) {
-            let buffer = &memory.get().0;
-            let (of_stream, of_buffer) = (stream.get().0.device(), buffer.device());
-            if !stream.get().0.may_use(buffer) {
-                return refuse(format!("{role}: memory of device {of_buffer} on a stream of device {of_stream}"));
-            }
-            // The memory itself is kept, whatever becomes of the array.
-            let keep = memory.clone().into_any().unbind();
-            return Ok(Region { address: buffer.ptr(), bytes: buffer.len(), writable: true, keep });
-        }
-        static DESCRIBE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-        let describe = DESCRIBE.import(py, "rstream._interop", "describe")?;
-        let (address, bytes, writable): (u64, usize, bool) = describe.call1((stream, object, role))?.extract()?;
-        Ok(Region { address, bytes, writable, keep })
-    }
-}
 
 impl StreamPy {
     /// Queues a Python callable by `enqueue`. When that is refused the callable and its arguments are let go of before
@@ -92,6 +45,16 @@ impl StreamPy {
         kwargs: Option<&Bound<'_, PyDict>>,
         enqueue: impl FnOnce(&Api<'_>, &Stream, Job) -> Result<Completion<Outcome>, Refused<F>> + Send,
     ) -> PyResult<CompletionPy> {
+        self.try_queue(function, args, kwargs, enqueue)?.py(function.py())
+    }
+
+    fn try_queue<F: Send>(
+        &self,
+        function: &Bound<'_, PyAny>,
+        args: &Bound<'_, PyTuple>,
+        kwargs: Option<&Bound<'_, PyDict>>,
+        enqueue: impl FnOnce(&Api<'_>, &Stream, Job) -> Result<Completion<Outcome>, Refused<F>> + Send,
+    ) -> PyResult<Result<CompletionPy>> {
         let py = function.py();
         refuse_forked()?;
         // Left here when this thread may not call at all.
@@ -100,7 +63,7 @@ impl StreamPy {
             Api::attach(|api| enqueue(api, &self.0, job.take().expect("put there above, and this is called once")))
         });
         let error = match queued {
-            Ok(Ok(completion)) => return Ok(CompletionPy::call(completion)),
+            Ok(Ok(completion)) => return Ok(Ok(CompletionPy::call(completion))),
             Ok(Err(Refused { error, returned })) => {
                 drop_attached(py, returned);
                 error
@@ -108,7 +71,7 @@ impl StreamPy {
             Err(error) => error,
         };
         drop_attached(py, job);
-        Err(exception(py, &error))
+        Ok(Err(error))
     }
 }
 
@@ -154,7 +117,7 @@ impl StreamPy {
 
     #[staticmethod]
     #[pyo3(signature = (obj, device=None))]
-    fn from_external<'py>(
+    pub(super) fn from_external<'py>(
         py: Python<'py>,
         obj: &Bound<'py, PyAny>,
         device: Option<&Bound<'py, PyAny>>,
@@ -245,10 +208,19 @@ impl StreamPy {
         call_interruptibly(py, |api, interrupted| self.0.synchronize(api, limit, interrupted))
     }
 
-    fn wait(&self, py: Python<'_>, event_or_stream: &Bound<'_, PyAny>) -> PyResult<()> {
+    #[pyo3(signature = (event_or_stream, *, external=false))]
+    fn wait(&self, py: Python<'_>, event_or_stream: &Bound<'_, PyAny>, external: bool) -> PyResult<()> {
         if let Ok(event) = event_or_stream.cast::<EventPy>() {
-            let event = event.get();
-            return call(py, |api| self.0.wait_event(api, &event.0));
+            let event = &event.get().0;
+            return call(
+                py,
+                |api| {
+                    if external { self.0.wait_external(api, event) } else { self.0.wait_event(api, event) }
+                },
+            );
+        }
+        if external {
+            return Err(PyTypeError::new_err("external=True is for events"));
         }
         let adopted;
         let other = match event_or_stream.cast::<StreamPy>() {
@@ -263,8 +235,13 @@ impl StreamPy {
         call(py, |api| self.0.wait_stream(api, &other.0))
     }
 
-    #[pyo3(signature = (event=None))]
-    fn record<'py>(&self, py: Python<'py>, event: Option<Bound<'py, EventPy>>) -> PyResult<Bound<'py, EventPy>> {
+    #[pyo3(signature = (event=None, *, external=false))]
+    fn record<'py>(
+        &self,
+        py: Python<'py>,
+        event: Option<Bound<'py, EventPy>>,
+        external: bool,
+    ) -> PyResult<Bound<'py, EventPy>> {
         let event = match event {
             Some(event) => event,
             None => {
@@ -273,8 +250,56 @@ impl StreamPy {
             }
         };
         let raw = &event.get().0;
-        call(py, |api| self.0.record(api, raw))?;
+        call(py, |api| if external { self.0.record_external(api, raw) } else { self.0.record(api, raw) })?;
         Ok(event)
+    }
+
+    #[pyo3(signature = (*, mode="global", graph=None, dependencies=None))]
+    fn capture(
+        &self,
+        py: Python<'_>,
+        mode: &str,
+        graph: Option<&GraphPy>,
+        dependencies: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<CapturePy> {
+        CapturePy::new(py, self.0.clone(), mode, graph, dependencies)
+    }
+
+    #[getter]
+    fn capture_status(&self, py: Python<'_>) -> PyResult<&'static str> {
+        call(py, |api| self.0.capture_status(api)).map(status_name)
+    }
+
+    #[getter]
+    fn capture_info(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
+        static CLASS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+        let Some(info) = call(py, |api| self.0.capture_info(api))? else { return Ok(None) };
+        let nodes =
+            info.dependencies.into_iter().map(|node| Py::new(py, NodePy(node))).collect::<PyResult<Vec<_>>>()?;
+        let nodes = PyTuple::new(py, nodes)?;
+        let class = CLASS.import(py, "rstream._capture", "CaptureInfo")?;
+        class.call1((info.id, info.graph, nodes)).map(|info| Some(info.unbind()))
+    }
+
+    fn attach(&self, py: Python<'_>, array: &Bound<'_, PyAny>, attach: &str) -> PyResult<()> {
+        let to = match attach {
+            "global" => Attach::Global,
+            "host" => Attach::Host,
+            "single" => Attach::Single,
+            other => {
+                let what = format!("attach={other:?}: expected \"global\", \"host\" or \"single\"");
+                return Err(exception(py, &Error::invalid(what)));
+            }
+        };
+        let memory = array.getattr_opt("_memory")?;
+        let Some(memory) = memory.as_ref().and_then(|memory| memory.cast::<MemoryPy>().ok()) else {
+            return Err(PyTypeError::new_err(format!(
+                "{} cannot be attached: expected a ManagedArray (managed_empty)",
+                array.get_type().name()?
+            )));
+        };
+        let buffer = memory.get().0.clone();
+        call(py, move |api| self.0.attach_memory(api, &buffer, to))
     }
 
     #[pyo3(signature = (r#fn, /, *args, **kwargs))]
@@ -296,11 +321,21 @@ impl StreamPy {
         r#fn: &Bound<'_, PyAny>,
         args: &Bound<'_, PyTuple>,
         kwargs: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<CompletionPy> {
-        let device = self.0.device();
-        self.queue(r#fn, args, kwargs, move |api, stream, job| {
+    ) -> PyResult<Py<PyAny>> {
+        let (py, device) = (r#fn.py(), self.0.device());
+        let queued = self.try_queue(r#fn, args, kwargs, move |api, stream, job| {
             stream.launch_host_func(api, move || job.run_ordered(device, None))
-        })
+        })?;
+        match queued {
+            // The stream captures: the function becomes a node.
+            Err(Error::Capture { status: Status::STREAM_CAPTURE_UNSUPPORTED, .. }) => {
+                let node = add_host_node(r#fn, args, kwargs, device, |api, run, label| {
+                    self.0.capture_host_func(api, run, label)
+                })?;
+                Ok(node.into_any())
+            }
+            queued => Ok(Py::new(py, queued.py(py)?)?.into_any()),
+        }
     }
 
     #[pyo3(signature = (r#fn, /, *args, **kwargs))]
@@ -323,18 +358,10 @@ impl StreamPy {
 
     fn copy(slf: &Bound<'_, Self>, dst: &Bound<'_, PyAny>, src: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = slf.py();
-        let (to, from) = (Region::of(slf, dst, "dst")?, Region::of(slf, src, "src")?);
-        let refusal = if !to.writable {
-            Some("dst is read-only".to_owned())
-        } else if to.bytes != from.bytes {
-            Some(format!("dst has {} bytes and src has {}", to.bytes, from.bytes))
-        } else {
-            None
-        };
-        if let Some(what) = refusal {
-            return Err(exception(py, &Error::invalid(what)));
-        }
         let stream = &slf.get().0;
+        let (to, from) = regions(stream.device(), dst, src)?;
+        to.wait_for_producer(slf)?;
+        from.wait_for_producer(slf)?;
         call(py, move |api| {
             // SAFETY: both are contiguous memory of that size, and kept alive by references to their owners. Who else
             // reads or writes them meanwhile is the caller's concern, as documented, like for any asynchronous copy.
@@ -343,21 +370,10 @@ impl StreamPy {
     }
 
     fn fill(slf: &Bound<'_, Self>, dst: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>) -> PyResult<()> {
-        static PATTERN: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         let py = slf.py();
-        let (width, bits): (usize, u32) =
-            PATTERN.import(py, "rstream._arrays", "pattern")?.call1((dst, value))?.extract()?;
-        let to = Region::of(slf, dst, "dst")?;
-        if !to.writable {
-            return Err(exception(py, &Error::invalid("dst is read-only")));
-        }
-        let low = bits.to_le_bytes();
-        let pattern = match width {
-            1 => Pattern::U8(low[0]),
-            2 => Pattern::U16(u16::from_le_bytes([low[0], low[1]])),
-            _ => Pattern::U32(bits),
-        };
         let stream = &slf.get().0;
+        let (to, pattern) = filled(stream.device(), dst, value)?;
+        to.wait_for_producer(slf)?;
         let count = to.bytes / pattern.len();
         // SAFETY: as in `copy`.
         call(py, move |api| unsafe { stream.fill_raw(api, to.address, pattern, count, Buried::new(to.keep)) })

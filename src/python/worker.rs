@@ -4,15 +4,15 @@
 //! attached to the interpreter, and waits for the result without ever asking for the GIL. A continuation runs on a worker
 //! anyway.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use pyo3::exceptions::{PyBaseException, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 
-use super::gate::{self, Buried, Debt, Objects, Slot};
+use super::gate::{self, Buried, Debt, Objects, Slot, drop_attached};
 use crate::api::callback_scope;
 use crate::device::Device;
 use crate::error::Status;
@@ -42,22 +42,33 @@ pub(super) struct Job {
 
 /// Where the driver's thread waits for an outcome. Dropped without one, as when there is no thread to run the job, it says
 /// that the job was not run.
-struct Unrun(Option<Arc<Slot<Outcome>>>);
+struct Unrun<T>(Option<Arc<Slot<Option<T>>>>);
 
-impl Unrun {
-    fn put(mut self, outcome: Outcome) {
+impl<T> Unrun<T> {
+    fn put(mut self, outcome: T) {
         if let Some(slot) = self.0.take() {
-            slot.put(outcome);
+            slot.put(Some(outcome));
         }
     }
 }
 
-impl Drop for Unrun {
+impl<T> Drop for Unrun<T> {
     fn drop(&mut self) {
         if let Some(slot) = self.0.take() {
-            slot.put(Outcome::Shutdown);
+            slot.put(None);
         }
     }
+}
+
+/// Has a worker run `job` as a callback, and waits for it. Called on the callback thread of `device`. `None`: it was not
+/// run, or the interpreter is going.
+fn run_ordered<T: Send + 'static>(device: Device, job: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    // The driver has one callback thread per context, so at most one job is in a strand.
+    let strand = u64::from(device.ordinal()) * 2 + u64::from(device.is_software());
+    let slot = Arc::new(Slot::new());
+    let unrun = Unrun(Some(Arc::clone(&slot)));
+    CALLBACKS.submit(strand, move || unrun.put(callback_scope(job)));
+    slot.wait().flatten()
 }
 
 struct Call {
@@ -80,15 +91,7 @@ impl Job {
         args: &Bound<'_, PyTuple>,
         kwargs: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Job> {
-        if !function.is_callable() {
-            return Err(PyTypeError::new_err(format!("{} is not callable", function.repr()?)));
-        }
-        let call = Buried::new(Call {
-            function: function.clone().unbind(),
-            args: args.clone().unbind(),
-            kwargs: kwargs.map(|kwargs| kwargs.clone().unbind()),
-        });
-        Ok(Job { call, debt: Debt::new() })
+        Ok(Job { call: Call::new(function, args, kwargs)?, debt: Debt::new() })
     }
 
     /// Calls the callable on this thread, one of rstream's, with `status` as the first argument if there is one.
@@ -116,19 +119,28 @@ impl Job {
         self.run(None)
     }
 
-    /// Has a worker run the callable as a callback, and waits for it. Called on the callback thread of `device`.
+    /// As `run`, as a callback of `device`, on whose callback thread this is called.
     pub(super) fn run_ordered(self, device: Device, status: Option<Status>) -> Outcome {
-        // The driver has one callback thread per context, so at most one job is in a strand.
-        let strand = u64::from(device.ordinal()) * 2 + u64::from(device.is_software());
-        let slot = Arc::new(Slot::new());
-        let result = Arc::clone(&slot);
-        let unrun = Unrun(Some(result));
-        CALLBACKS.submit(strand, move || unrun.put(callback_scope(|| self.run(status))));
-        slot.wait().unwrap_or(Outcome::Shutdown)
+        run_ordered(device, move || self.run(status)).unwrap_or(Outcome::Shutdown)
     }
 }
 
 impl Call {
+    fn new(
+        function: &Bound<'_, PyAny>,
+        args: &Bound<'_, PyTuple>,
+        kwargs: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Buried<Call>> {
+        if !function.is_callable() {
+            return Err(PyTypeError::new_err(format!("{} is not callable", function.repr()?)));
+        }
+        Ok(Buried::new(Call {
+            function: function.clone().unbind(),
+            args: args.clone().unbind(),
+            kwargs: kwargs.map(|kwargs| kwargs.clone().unbind()),
+        }))
+    }
+
     fn run(&self, py: Python<'_>, status: Option<Status>) -> PyResult<Py<PyAny>> {
         let args = self.args.bind(py);
         let with_status;
@@ -142,6 +154,104 @@ impl Call {
         };
         let kwargs = self.kwargs.as_ref().map(|kwargs| kwargs.bind(py));
         gate::call(self.function.bind(py), args, kwargs).map(Bound::unbind)
+    }
+}
+
+/// Gets the exceptions of host functions of graphs. Held by the executable that it was given to.
+pub(super) struct Handler(Buried<Py<PyAny>>);
+
+impl Handler {
+    pub(super) fn new(function: &Bound<'_, PyAny>) -> PyResult<Arc<Handler>> {
+        if !function.is_callable() {
+            return Err(PyTypeError::new_err(format!("{} is not callable", function.repr()?)));
+        }
+        Ok(Arc::new(Handler(Buried::new(function.clone().unbind()))))
+    }
+}
+
+/// What the runs of a host function in graphs raised, and who is told. It does not keep the callable alive.
+#[derive(Default)]
+pub(super) struct HostErrors {
+    /// The last [`HostErrors::MOST`].
+    raised: Mutex<Vec<Buried<Py<PyAny>>>>,
+    handlers: Mutex<Vec<Weak<Handler>>>,
+}
+
+impl HostErrors {
+    const MOST: usize = 100;
+
+    fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+        of.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn raised(&self, py: Python<'_>) -> Vec<Py<PyAny>> {
+        HostErrors::lock(&self.raised).iter().map(|error| error.clone_ref(py)).collect()
+    }
+
+    pub(super) fn tell(&self, handler: &Arc<Handler>) {
+        let mut handlers = HostErrors::lock(&self.handlers);
+        handlers.retain(|handler| handler.strong_count() > 0);
+        handlers.push(Arc::downgrade(handler));
+    }
+
+    /// An exception is kept, and told to the handlers; without one, to `sys.unraisablehook`.
+    fn failed(&self, py: Python<'_>, error: PyErr, function: &Bound<'_, PyAny>) {
+        let value = error.value(py).clone().into_any();
+        let dropped = {
+            let mut raised = HostErrors::lock(&self.raised);
+            raised.push(Buried::new(value.clone().unbind()));
+            (raised.len() > HostErrors::MOST).then(|| raised.remove(0))
+        };
+        drop_attached(py, dropped);
+        let handlers: Vec<_> = HostErrors::lock(&self.handlers).iter().filter_map(Weak::upgrade).collect();
+        if handlers.is_empty() {
+            return gate::report(py, error, Some(function));
+        }
+        for handler in handlers {
+            let told = PyTuple::new(py, [&value]).and_then(|args| gate::call(handler.0.bind(py), &args, None));
+            if let Err(error) = told {
+                gate::report(py, error, Some(handler.0.bind(py)));
+            }
+            drop_attached(py, handler);
+        }
+    }
+}
+
+/// A callable in graphs, which is called once for each launch.
+pub(super) struct Repeated {
+    call: Buried<Call>,
+    device: Device,
+    errors: Arc<HostErrors>,
+}
+
+impl Repeated {
+    pub(super) fn new(
+        function: &Bound<'_, PyAny>,
+        args: &Bound<'_, PyTuple>,
+        kwargs: Option<&Bound<'_, PyDict>>,
+        device: Device,
+    ) -> PyResult<Repeated> {
+        Ok(Repeated { call: Call::new(function, args, kwargs)?, device, errors: Arc::default() })
+    }
+
+    pub(super) fn errors(&self) -> Arc<HostErrors> {
+        Arc::clone(&self.errors)
+    }
+
+    /// Calls it. On the callback thread of its device.
+    pub(super) fn run(self: &Arc<Self>) {
+        let this = Arc::clone(self);
+        let debt = Debt::new();
+        run_ordered(self.device, move || {
+            gate::enter(|py| {
+                match this.call.run(py, None) {
+                    Ok(value) => gate::let_go(py, value),
+                    Err(error) => this.errors.failed(py, error, this.call.function.bind(py)),
+                }
+                drop_attached(py, this);
+            });
+        });
+        drop(debt);
     }
 }
 

@@ -1,0 +1,391 @@
+//! `rstream.Graph`, `GraphExec`, `Node` and `HostNode`.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use super::call;
+use super::device::{DevicePy, device_or_default};
+use super::errors::exception;
+use super::event::EventPy;
+use super::gate::{Buried, drop_attached, refuse_forked};
+use super::region::{filled, regions};
+use super::stream::StreamPy;
+use super::worker::{Handler, HostErrors, Repeated};
+use crate::api::Api;
+use crate::device::Device;
+use crate::error::Refused;
+use crate::graph::{Graph, GraphExec, HostNode, Label, Node};
+
+#[pyclass(name = "Node", module = "rstream", frozen, subclass, eq, hash)]
+#[derive(PartialEq, Eq, Hash)]
+pub(super) struct NodePy(pub(super) Node);
+
+#[pymethods]
+impl NodePy {
+    #[getter]
+    fn kind(&self) -> &'static str {
+        self.0.kind().name()
+    }
+
+    #[getter]
+    fn handle(&self) -> usize {
+        self.0.handle()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<rstream.Node {} {:#x}>", self.0.kind().name(), self.0.handle())
+    }
+
+    fn __reduce__(&self) -> PyResult<()> {
+        Err(PyTypeError::new_err("a Node belongs to this process and cannot be pickled"))
+    }
+}
+
+#[pyclass(name = "HostNode", module = "rstream", frozen, extends = NodePy)]
+pub(super) struct HostNodePy {
+    node: HostNode,
+    errors: Option<Arc<HostErrors>>,
+}
+
+impl HostNodePy {
+    fn make(py: Python<'_>, node: HostNode) -> PyResult<Py<HostNodePy>> {
+        let errors = node.tag().and_then(|tag| tag.downcast::<HostErrors>().ok());
+        let base = PyClassInitializer::from(NodePy(node.node()));
+        Py::new(py, base.add_subclass(HostNodePy { node, errors }))
+    }
+}
+
+#[pymethods]
+impl HostNodePy {
+    #[getter]
+    fn name(&self) -> &str {
+        self.node.name()
+    }
+
+    #[getter]
+    fn runs(&self) -> u64 {
+        self.node.runs()
+    }
+
+    #[getter]
+    fn errors(&self, py: Python<'_>) -> Vec<Py<PyAny>> {
+        self.errors.as_ref().map_or(Vec::new(), |errors| errors.raised(py))
+    }
+
+    fn __repr__(&self) -> String {
+        let node = self.node.node();
+        format!("<rstream.HostNode {} {:#x}, runs={}>", self.node.name(), node.handle(), self.node.runs())
+    }
+}
+
+/// Nodes that Python gives: one, or an iterable of them.
+pub(super) fn nodes_of(nodes: &Bound<'_, PyAny>) -> PyResult<Vec<Node>> {
+    if let Ok(node) = nodes.cast::<NodePy>() {
+        return Ok(vec![node.get().0]);
+    }
+    nodes
+        .try_iter()?
+        .map(|node| {
+            let node = node?;
+            match node.cast::<NodePy>() {
+                Ok(node) => Ok(node.get().0),
+                Err(_) => Err(PyTypeError::new_err(format!("{} is no Node", node.repr()?))),
+            }
+        })
+        .collect()
+}
+
+fn optional(nodes: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<Node>> {
+    nodes.map_or(Ok(Vec::new()), nodes_of)
+}
+
+/// Adds a Python callable to a graph by `add`.
+pub(super) fn add_host_node<F: Send>(
+    function: &Bound<'_, PyAny>,
+    args: &Bound<'_, PyTuple>,
+    kwargs: Option<&Bound<'_, PyDict>>,
+    device: Device,
+    add: impl FnOnce(&Api<'_>, Run, Label) -> Result<HostNode, Refused<F>> + Send,
+) -> PyResult<Py<HostNodePy>> {
+    let py = function.py();
+    refuse_forked()?;
+    let repeated = Arc::new(Repeated::new(function, args, kwargs, device)?);
+    let name = match function.getattr_opt("__qualname__")? {
+        Some(name) => name.to_string(),
+        None => function.get_type().qualname()?.to_string(),
+    };
+    let label = Label { name, tag: Some(repeated.errors()) };
+    let mut run: Option<Run> = Some(Box::new(move || repeated.run()));
+    let added = py.detach(|| Api::attach(|api| add(api, run.take().expect("this is called once"), label)));
+    let error = match added {
+        Ok(Ok(node)) => return HostNodePy::make(py, node),
+        Ok(Err(Refused { error, returned })) => {
+            drop_attached(py, returned);
+            error
+        }
+        Err(error) => error,
+    };
+    drop_attached(py, run);
+    Err(exception(py, &error))
+}
+
+/// A host function of a graph, as the core takes it.
+pub(super) type Run = Box<dyn Fn() + Send + Sync>;
+
+#[pyclass(name = "Graph", module = "rstream", frozen, weakref, eq)]
+#[derive(PartialEq)]
+pub(super) struct GraphPy(pub(super) Graph);
+
+#[pymethods]
+impl GraphPy {
+    #[new]
+    #[pyo3(signature = (device=None))]
+    fn new(py: Python<'_>, device: Option<&Bound<'_, PyAny>>) -> PyResult<GraphPy> {
+        let device = device_or_default(device, py)?;
+        call(py, move |api| Graph::new(api, device)).map(GraphPy)
+    }
+
+    #[getter]
+    fn device(&self) -> DevicePy {
+        DevicePy(self.0.device())
+    }
+
+    #[getter]
+    fn handle(&self, py: Python<'_>) -> PyResult<usize> {
+        call(py, |_| self.0.handle())
+    }
+
+    #[getter]
+    fn nodes(&self, py: Python<'_>) -> PyResult<Vec<Py<NodePy>>> {
+        let (nodes, hosts) = call(py, |api| Ok((self.0.nodes(api)?, self.0.host_nodes(api)?)))?;
+        let object = |node: Node| match hosts.iter().find(|host| host.node() == node) {
+            Some(host) => Ok(HostNodePy::make(py, host.clone())?.into_bound(py).into_super().unbind()),
+            None => Py::new(py, NodePy(node)),
+        };
+        nodes.into_iter().map(object).collect()
+    }
+
+    #[getter]
+    fn edges(&self, py: Python<'_>) -> PyResult<Vec<(NodePy, NodePy)>> {
+        let edges = call(py, |api| self.0.edges(api))?;
+        Ok(edges.into_iter().map(|(from, to)| (NodePy(from), NodePy(to))).collect())
+    }
+
+    #[pyo3(signature = (r#fn, /, *args, dependencies=None, **kwargs))]
+    fn add_host_node(
+        &self,
+        r#fn: &Bound<'_, PyAny>,
+        args: &Bound<'_, PyTuple>,
+        dependencies: Option<&Bound<'_, PyAny>>,
+        kwargs: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Py<HostNodePy>> {
+        let nodes = optional(dependencies)?;
+        add_host_node(r#fn, args, kwargs, self.0.device(), |api, run, label| {
+            self.0.add_labelled_host_node(api, &nodes, run, label)
+        })
+    }
+
+    #[pyo3(signature = (*, dependencies=None))]
+    fn add_empty_node(&self, py: Python<'_>, dependencies: Option<&Bound<'_, PyAny>>) -> PyResult<NodePy> {
+        let nodes = optional(dependencies)?;
+        call(py, |api| self.0.add_empty_node(api, &nodes)).map(NodePy)
+    }
+
+    #[pyo3(signature = (dst, src, *, dependencies=None))]
+    fn add_memcpy_node(
+        &self,
+        dst: &Bound<'_, PyAny>,
+        src: &Bound<'_, PyAny>,
+        dependencies: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<NodePy> {
+        let (py, device) = (dst.py(), self.0.device());
+        let nodes = optional(dependencies)?;
+        let (to, from) = regions(device, dst, src)?;
+        to.synchronize_producer(py, device)?;
+        from.synchronize_producer(py, device)?;
+        call(py, |api| {
+            let keep = Buried::new((to.keep, from.keep));
+            // SAFETY: both are contiguous memory of that size, and kept alive by references to their owners, which the
+            // graph owns. Who else uses them while a launch runs is the caller's concern, as documented.
+            unsafe { self.0.add_memcpy_node_raw(api, &nodes, to.address, from.address, to.bytes, keep) }
+        })
+        .map(NodePy)
+    }
+
+    #[pyo3(signature = (dst, value, *, dependencies=None))]
+    fn add_memset_node(
+        &self,
+        dst: &Bound<'_, PyAny>,
+        value: &Bound<'_, PyAny>,
+        dependencies: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<NodePy> {
+        let (py, device) = (dst.py(), self.0.device());
+        let nodes = optional(dependencies)?;
+        let (to, pattern) = filled(device, dst, value)?;
+        to.synchronize_producer(py, device)?;
+        let count = to.bytes / pattern.len();
+        call(py, |api| {
+            // SAFETY: as for a copy.
+            unsafe { self.0.add_memset_node_raw(api, &nodes, to.address, pattern, count, Buried::new(to.keep)) }
+        })
+        .map(NodePy)
+    }
+
+    #[pyo3(signature = (event, *, dependencies=None))]
+    fn add_event_record_node(
+        &self,
+        py: Python<'_>,
+        event: &EventPy,
+        dependencies: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<NodePy> {
+        let nodes = optional(dependencies)?;
+        call(py, |api| self.0.add_event_record_node(api, &nodes, &event.0)).map(NodePy)
+    }
+
+    #[pyo3(signature = (event, *, dependencies=None))]
+    fn add_event_wait_node(
+        &self,
+        py: Python<'_>,
+        event: &EventPy,
+        dependencies: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<NodePy> {
+        let nodes = optional(dependencies)?;
+        call(py, |api| self.0.add_event_wait_node(api, &nodes, &event.0)).map(NodePy)
+    }
+
+    #[pyo3(signature = (graph, *, dependencies=None))]
+    fn add_child_graph(
+        &self,
+        py: Python<'_>,
+        graph: &GraphPy,
+        dependencies: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<NodePy> {
+        let nodes = optional(dependencies)?;
+        call(py, |api| self.0.add_child_graph(api, &nodes, &graph.0)).map(NodePy)
+    }
+
+    fn add_dependencies(&self, py: Python<'_>, edges: &Bound<'_, PyAny>) -> PyResult<()> {
+        let edge = |edge: PyResult<Bound<'_, PyAny>>| {
+            let (from, to) = edge?.extract::<(Bound<'_, NodePy>, Bound<'_, NodePy>)>()?;
+            Ok((from.get().0, to.get().0))
+        };
+        let edges = edges.try_iter()?.map(edge).collect::<PyResult<Vec<_>>>()?;
+        call(py, |api| self.0.add_dependencies(api, &edges))
+    }
+
+    fn clone(&self, py: Python<'_>) -> PyResult<GraphPy> {
+        call(py, |api| self.0.clone_graph(api)).map(GraphPy)
+    }
+
+    fn find_in_clone(&self, py: Python<'_>, original: &NodePy) -> PyResult<NodePy> {
+        let original = original.0;
+        call(py, |api| self.0.find_in_clone(api, original)).map(NodePy)
+    }
+
+    fn to_dot(&self, py: Python<'_>) -> PyResult<String> {
+        call(py, |api| self.0.to_dot(api))
+    }
+
+    fn to_svg(&self, py: Python<'_>) -> PyResult<String> {
+        call(py, |api| self.0.to_svg(api))
+    }
+
+    /// A drawing for notebooks, of graphs that are small enough to be looked at.
+    fn _repr_svg_(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        const MOST_NODES: usize = 100;
+        call(py, |api| if self.0.nodes(api)?.len() <= MOST_NODES { self.0.to_svg(api).map(Some) } else { Ok(None) })
+    }
+
+    fn instantiate(&self, py: Python<'_>) -> PyResult<GraphExecPy> {
+        let exec = call(py, |api| self.0.instantiate(api))?;
+        Ok(GraphExecPy { exec, handlers: Mutex::default() })
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<rstream.Graph on device {}>", self.0.device())
+    }
+
+    fn __reduce__(&self) -> PyResult<()> {
+        Err(PyTypeError::new_err("a Graph belongs to this process and cannot be pickled"))
+    }
+}
+
+#[pyclass(name = "GraphExec", module = "rstream", frozen, weakref)]
+pub(super) struct GraphExecPy {
+    exec: GraphExec,
+    handlers: Mutex<Vec<Arc<Handler>>>,
+}
+
+impl GraphExecPy {
+    /// Lets the handlers hear of all host functions that the executable has now.
+    fn tell_handlers(&self) {
+        let handlers = self.handlers.lock().unwrap_or_else(PoisonError::into_inner);
+        for errors in self.exec.tags().into_iter().filter_map(|tag| tag.downcast::<HostErrors>().ok()) {
+            handlers.iter().for_each(|handler| errors.tell(handler));
+        }
+    }
+}
+
+#[pymethods]
+impl GraphExecPy {
+    #[getter]
+    fn device(&self) -> DevicePy {
+        DevicePy(self.exec.device())
+    }
+
+    #[getter]
+    fn handle(&self, py: Python<'_>) -> PyResult<usize> {
+        call(py, |_| self.exec.handle())
+    }
+
+    #[getter]
+    fn closed(&self) -> bool {
+        self.exec.is_closed()
+    }
+
+    fn launch(&self, py: Python<'_>, stream: &StreamPy) -> PyResult<()> {
+        call(py, |api| self.exec.launch(api, &stream.0))
+    }
+
+    fn upload(&self, py: Python<'_>, stream: &StreamPy) -> PyResult<()> {
+        call(py, |api| self.exec.upload(api, &stream.0))
+    }
+
+    fn update(&self, py: Python<'_>, graph: &GraphPy) -> PyResult<()> {
+        call(py, |api| self.exec.update(api, &graph.0))?;
+        self.tell_handlers();
+        Ok(())
+    }
+
+    fn on_error(&self, r#fn: &Bound<'_, PyAny>) -> PyResult<()> {
+        let handler = Handler::new(r#fn)?;
+        self.handlers.lock().unwrap_or_else(PoisonError::into_inner).push(handler);
+        self.tell_handlers();
+        Ok(())
+    }
+
+    fn close(&self) {
+        self.exec.close();
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, _exception: &Bound<'_, PyTuple>) {
+        self.exec.close();
+    }
+
+    fn __repr__(&self) -> String {
+        let closed = if self.exec.is_closed() { " closed" } else { "" };
+        format!("<rstream.GraphExec on device {}{closed}>", self.exec.device())
+    }
+
+    fn __reduce__(&self) -> PyResult<()> {
+        Err(PyTypeError::new_err("a GraphExec belongs to this process and cannot be pickled"))
+    }
+}
