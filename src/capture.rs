@@ -177,6 +177,7 @@ impl RawCapture {
         mode: CaptureMode,
         into: Option<(&Graph, &[Node])>,
     ) -> Result<RawCapture> {
+        let phase = stream.change_phase();
         let ready = stream.alive(api)?;
         let (driver, handle) = (stream.device().driver(), ready.handle());
         if stream.is_legacy_default() {
@@ -214,9 +215,11 @@ impl RawCapture {
         };
         let raw = ready.raw();
         let thread = thread::current().id();
-        let mut capture = RawCapture { stream: stream.clone(), raw, mode, thread, id: 0, into, ended: false };
         // SAFETY: as above.
-        capture.id = unsafe { state(driver, handle) }?.id;
+        let begun = unsafe { state(driver, handle) };
+        drop(phase);
+        let mut capture = RawCapture { stream: stream.clone(), raw, mode, thread, id: 0, into, ended: false };
+        capture.id = begun?.id;
         Ok(capture)
     }
 
@@ -245,6 +248,7 @@ impl RawCapture {
     fn finish(&mut self, api: &Api<'_>) -> Result<Graph> {
         let device = self.stream.device();
         let _bound = device.bind(api)?;
+        let _phase = self.stream.change_phase();
         self.ended = true;
         let mut graph: CUgraph = ptr::null_mut();
         // SAFETY: the stream is alive as long as `raw`; writes one handle.
@@ -262,8 +266,9 @@ impl RawCapture {
         if std::mem::replace(&mut self.ended, true) {
             return None;
         }
-        let (device, raw, into) = (self.stream.device(), Arc::clone(&self.raw), self.into.take());
+        let (stream, raw, into) = (self.stream.clone(), Arc::clone(&self.raw), self.into.take());
         Some(move || {
+            let (device, _phase) = (stream.device(), stream.change_phase());
             let mut graph: CUgraph = ptr::null_mut();
             // SAFETY: as in `finish`. On another thread than the one that began it the driver answers 908, and the
             // capture is over all the same (measured).

@@ -7,6 +7,7 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::ffi::{c_uint, c_void};
 use std::fmt::Write as _;
+use std::hash::{Hash, Hasher};
 use std::panic::{self, AssertUnwindSafe};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,7 +24,7 @@ use crate::device::Device;
 use crate::driver::Driver;
 use crate::error::{Error, Refused, Result, Status};
 use crate::event::Event;
-use crate::memory::{Buffer, Pattern};
+use crate::memory::{Buffer, Pattern, same_size};
 use crate::reaper::{self, Relaxed};
 use crate::stream::Stream;
 
@@ -428,6 +429,12 @@ impl PartialEq for Graph {
 
 impl Eq for Graph {}
 
+impl Hash for Graph {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        Arc::as_ptr(&self.inner).hash(state);
+    }
+}
+
 /// A graph that is captured into, until the capture gives it back.
 pub(crate) struct Captive(Graph);
 
@@ -718,9 +725,7 @@ impl Graph {
     /// # Errors
     /// [`Error::InvalidValue`] when the sizes differ or are 0; as [`Graph::add_empty_node`].
     pub fn add_memcpy_node(&self, api: &Api<'_>, dependencies: &[Node], dst: &Buffer, src: &Buffer) -> Result<Node> {
-        if dst.len() != src.len() {
-            return Err(Error::invalid(format!("a copy from {} bytes to {} bytes", src.len(), dst.len())));
-        }
+        same_size(dst, src)?;
         self.refuse_foreign(dst.device())?;
         self.refuse_foreign(src.device())?;
         let keep = (dst.clone(), src.clone());
@@ -749,13 +754,20 @@ impl Graph {
             return Err(Error::invalid("a copy of 0 bytes is no node"));
         }
         self.add_with(api, dependencies, keep, |driver, node, graph, dependencies| {
-            // SAFETY: all zero is a valid value of the structure.
-            let mut params: CUDA_MEMCPY3D = unsafe { std::mem::zeroed() };
+            let mut params = std::mem::MaybeUninit::<CUDA_MEMCPY3D>::zeroed();
             // By their addresses, which say by themselves where they are.
-            params.srcMemoryType = CUmemorytype::CU_MEMORYTYPE_UNIFIED;
-            params.dstMemoryType = CUmemorytype::CU_MEMORYTYPE_UNIFIED;
-            (params.srcDevice, params.dstDevice) = (src, dst);
-            (params.WidthInBytes, params.Height, params.Depth) = (bytes, 1, 1);
+            let kind = CUmemorytype::CU_MEMORYTYPE_UNIFIED;
+            // SAFETY: the fields are inside the structure. Its two enums, for which zero is no value, are written; zero is
+            // a value of all other fields.
+            let params = unsafe {
+                let to = params.as_mut_ptr();
+                (&raw mut (*to).srcMemoryType).write(kind);
+                (&raw mut (*to).dstMemoryType).write(kind);
+                let mut params = params.assume_init();
+                (params.srcDevice, params.dstDevice) = (src, dst);
+                (params.WidthInBytes, params.Height, params.Depth) = (bytes, 1, 1);
+                params
+            };
             let (nodes, count) = (dependencies.as_ptr(), dependencies.len());
             let context = self.inner.device.context_handle() as _;
             // SAFETY: writes one handle; graph, dependencies and context exist; the ranges are the caller's promise.
@@ -774,11 +786,8 @@ impl Graph {
         dst: &Buffer,
         pattern: Pattern,
     ) -> Result<Node> {
-        if !dst.len().is_multiple_of(pattern.len()) {
-            return Err(Error::invalid(format!("{} bytes cannot be filled with {} each", dst.len(), pattern.len())));
-        }
+        let count = pattern.times(dst.len())?;
         self.refuse_foreign(dst.device())?;
-        let count = dst.len() / pattern.len();
         // SAFETY: the buffer has that many bytes, is memory of this driver, and is kept.
         unsafe { self.add_memset_node_raw(api, dependencies, dst.ptr(), pattern, count, dst.clone()) }
     }
@@ -958,12 +967,20 @@ impl Graph {
         use layout::backends::svg::SVGWriter;
         use layout::gv::{DotParser, GraphBuilder};
         let dot = self.to_dot(api)?;
-        let parsed = DotParser::new(&dot).process().map_err(|error| Error::invalid(format!("no drawing: {error}")))?;
-        let mut builder = GraphBuilder::new();
-        builder.visit_graph(&parsed);
-        let mut drawing = SVGWriter::new();
-        builder.get().do_it(false, false, false, &mut drawing);
-        Ok(drawing.finalize())
+        if !dot.contains("[label=") {
+            // The library cannot lay out a graph without nodes.
+            return Ok(r#"<svg xmlns="http://www.w3.org/2000/svg" width="0" height="0"></svg>"#.into());
+        }
+        let draw = || {
+            let parsed = DotParser::new(&dot).process()?;
+            let mut builder = GraphBuilder::new();
+            builder.visit_graph(&parsed);
+            let mut drawing = SVGWriter::new();
+            builder.get().do_it(false, false, false, &mut drawing);
+            Ok::<String, String>(drawing.finalize())
+        };
+        let failed = |why| Error::NotSupported { what: format!("the graph cannot be drawn: {why}") };
+        panic::catch_unwind(draw).unwrap_or_else(|payload| Err(panic_message(payload))).map_err(failed)
     }
 
     /// Makes the graph executable (`cuGraphInstantiateWithFlags`). Later changes of the graph do not matter to it.

@@ -9,7 +9,7 @@ use crate::api::Api;
 use crate::completion::Completion;
 use crate::error::{Error, Result, Status};
 use crate::memory::{Attach, Buffer, BufferKind, Pattern};
-use crate::stream::Stream;
+use crate::stream::{Ready, Stream};
 
 /// Managed memory attached to a stream (`cuStreamAttachMemAsync` with `CU_MEM_ATTACH_SINGLE`), as elements of `T`.
 ///
@@ -122,28 +122,53 @@ impl<T: AnyBitPattern> Attached<'_, T> {
         Ok(unsafe { elements(&self.buffer) })
     }
 
+    /// The stream, for work that uses the memory: queued, since a graph could be launched at any time.
+    fn ready<'a>(&'a self, api: &'a Api<'_>) -> Result<Ready<'a>> {
+        self.stream.ready(api, "use memory that is attached to it", "Detach it, or end the capture first")
+    }
+
+    fn copy(&self, api: &Api<'_>, dst: &Buffer, src: &Buffer) -> Result<()> {
+        self.stream.check_copy(dst, src)?;
+        let ready = self.ready(api)?;
+        if src.is_empty() {
+            return Ok(());
+        }
+        ready.submit(Box::new((dst.clone(), src.clone())), |driver, stream| {
+            // SAFETY: the stream is alive; both buffers have that many bytes, and are kept.
+            unsafe { driver.cuMemcpyAsync(dst.ptr(), src.ptr(), src.len(), stream) }
+        })
+    }
+
     /// Queues a copy of all of `src` into it.
     ///
     /// # Errors
-    /// As [`Stream::copy`].
+    /// As [`Stream::copy`]; [`Error::Capture`] while the stream captures.
     pub fn copy_from(&mut self, api: &Api<'_>, src: &Buffer) -> Result<()> {
-        self.stream.copy(api, &self.buffer, src)
+        self.copy(api, &self.buffer, src)
     }
 
     /// Queues a copy of all of it to `dst`.
     ///
     /// # Errors
-    /// As [`Stream::copy`].
+    /// As [`Attached::copy_from`].
     pub fn copy_to(&self, api: &Api<'_>, dst: &Buffer) -> Result<()> {
-        self.stream.copy(api, dst, &self.buffer)
+        self.copy(api, dst, &self.buffer)
     }
 
     /// Queues that all of it is filled with `pattern`.
     ///
     /// # Errors
-    /// As [`Stream::fill`].
+    /// As [`Stream::fill`]; [`Error::Capture`] while the stream captures.
     pub fn fill(&mut self, api: &Api<'_>, pattern: Pattern) -> Result<()> {
-        self.stream.fill(api, &self.buffer, pattern)
+        let count = pattern.times(self.buffer.len())?;
+        let ready = self.ready(api)?;
+        if count == 0 {
+            return Ok(());
+        }
+        ready.submit(Box::new(self.buffer.clone()), |driver, stream| {
+            // SAFETY: the stream is alive; the buffer has that many bytes, and is kept.
+            unsafe { pattern.write(driver, stream, self.buffer.ptr(), count) }
+        })
     }
 
     /// Gives the memory back to all streams (`CU_MEM_ATTACH_GLOBAL`), behind what is queued so far.

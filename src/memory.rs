@@ -6,11 +6,11 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::sys::CUpointer_attribute as PointerAttribute;
+use cudarc::driver::sys::{CUpointer_attribute as PointerAttribute, CUstream};
 
 use crate::api::Api;
 use crate::device::Device;
-use crate::driver::is_forked_child;
+use crate::driver::{Driver, is_forked_child};
 use crate::error::{Error, Result, Status};
 use crate::event::RawEvent;
 use crate::reaper::{self, Relaxed};
@@ -335,11 +335,43 @@ impl Pattern {
         }
     }
 
+    /// Queues or captures that it is written `count` times from `dst` on.
+    ///
+    /// # Safety
+    /// The stream is alive, and the range is memory that the device may write.
+    pub(crate) unsafe fn write(self, driver: &Driver, stream: CUstream, dst: u64, count: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Pattern::U8(value) => driver.cuMemsetD8Async(dst, value, count, stream),
+                Pattern::U16(value) => driver.cuMemsetD16Async(dst, value, count, stream),
+                Pattern::U32(value) => driver.cuMemsetD32Async(dst, value, count, stream),
+            }
+        }
+    }
+
+    /// How often it fits into `bytes`.
+    pub(crate) fn times(self, bytes: usize) -> Result<usize> {
+        if bytes.is_multiple_of(self.len()) {
+            Ok(bytes / self.len())
+        } else {
+            Err(Error::invalid(format!("{bytes} bytes cannot be filled with {} each", self.len())))
+        }
+    }
+
     /// Never: a pattern has one, two or four bytes.
     #[must_use]
     pub fn is_empty(self) -> bool {
         false
     }
+}
+
+/// A copy needs two sides of one size.
+pub(crate) fn same_size(dst: &Buffer, src: &Buffer) -> Result<()> {
+    if dst.len() == src.len() {
+        return Ok(());
+    }
+    Err(Error::invalid(format!("a copy from {} bytes to {} bytes", src.len(), dst.len())))
 }
 
 impl Stream {
@@ -348,6 +380,12 @@ impl Stream {
     pub(crate) fn may_use(&self, buffer: &Buffer) -> bool {
         let (mine, its) = (self.device(), buffer.device());
         its.kind() == mine.kind() && (buffer.kind() != BufferKind::Device || its == mine)
+    }
+
+    pub(crate) fn check_copy(&self, dst: &Buffer, src: &Buffer) -> Result<()> {
+        same_size(dst, src)?;
+        self.refuse_foreign(dst)?;
+        self.refuse_foreign(src)
     }
 
     fn refuse_foreign(&self, buffer: &Buffer) -> Result<()> {
@@ -391,11 +429,7 @@ impl Stream {
     /// # Errors
     /// [`Error::InvalidValue`] when the sizes differ, and for memory of another device; what the driver answers.
     pub fn copy(&self, api: &Api<'_>, dst: &Buffer, src: &Buffer) -> Result<()> {
-        if dst.len() != src.len() {
-            return Err(Error::invalid(format!("a copy from {} bytes to {} bytes", src.len(), dst.len())));
-        }
-        self.refuse_foreign(dst)?;
-        self.refuse_foreign(src)?;
+        self.check_copy(dst, src)?;
         // SAFETY: both buffers have that many bytes, are memory of this driver, and are kept.
         unsafe { self.copy_raw(api, dst.ptr(), src.ptr(), dst.len(), (dst.clone(), src.clone())) }
     }
@@ -407,12 +441,10 @@ impl Stream {
     /// [`Error::InvalidValue`] when the pattern does not divide the size, and for memory of another device; what the
     /// driver answers.
     pub fn fill(&self, api: &Api<'_>, dst: &Buffer, pattern: Pattern) -> Result<()> {
-        if !dst.len().is_multiple_of(pattern.len()) {
-            return Err(Error::invalid(format!("{} bytes cannot be filled with {} each", dst.len(), pattern.len())));
-        }
+        let count = pattern.times(dst.len())?;
         self.refuse_foreign(dst)?;
         // SAFETY: the buffer has that many bytes, is memory of this driver, and is kept.
-        unsafe { self.fill_raw(api, dst.ptr(), pattern, dst.len() / pattern.len(), dst.clone()) }
+        unsafe { self.fill_raw(api, dst.ptr(), pattern, count, dst.clone()) }
     }
 
     /// Queues a copy between any two addresses (`cuMemcpyAsync`): host, pinned, managed or device memory. `keep` is
@@ -465,13 +497,7 @@ impl Stream {
         }
         ready.submit(Box::new(keep), |driver, stream| {
             // SAFETY: the stream is alive; the range is the caller's promise.
-            unsafe {
-                match pattern {
-                    Pattern::U8(value) => driver.cuMemsetD8Async(dst, value, count, stream),
-                    Pattern::U16(value) => driver.cuMemsetD16Async(dst, value, count, stream),
-                    Pattern::U32(value) => driver.cuMemsetD32Async(dst, value, count, stream),
-                }
-            }
+            unsafe { pattern.write(driver, stream, dst, count) }
         })
     }
 }

@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_uint};
 use std::hash::{Hash, Hasher};
 use std::ptr;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
@@ -100,6 +100,9 @@ struct Inner {
     context: usize,
     green_context: Option<usize>,
     pending: Arc<Pending>,
+    /// Read while work is given to the stream, written while a capture of it begins or ends: work is either queued or
+    /// captured for sure, and what it uses is kept accordingly.
+    phase: RwLock<()>,
     raw: Mutex<Option<Arc<RawStream>>>,
 }
 
@@ -145,6 +148,8 @@ pub(crate) struct Ready<'a> {
     strand: u64,
     /// The capture that it takes part in, if that was asked for.
     capture: Option<capture::State>,
+    /// No capture begins or ends meanwhile. Held for one stream at a time.
+    _phase: Option<RwLockReadGuard<'a, ()>>,
     _bound: Bound<'a>,
 }
 
@@ -302,6 +307,7 @@ impl Stream {
                 context: context as usize,
                 green_context: (!green.is_null()).then_some(green as usize),
                 pending: Arc::default(),
+                phase: RwLock::new(()),
                 raw: Mutex::new(Some(Arc::new(raw))),
             }),
         })
@@ -334,15 +340,15 @@ impl Stream {
     }
 
     /// The stream, ready for what has no form in a capture: `act` says what, and `remedy` what to do instead.
-    pub(crate) fn ready<'a>(&self, api: &'a Api<'_>, act: &str, remedy: &str) -> Result<Ready<'a>> {
-        let ready = self.alive(api)?;
+    pub(crate) fn ready<'a>(&'a self, api: &'a Api<'_>, act: &str, remedy: &str) -> Result<Ready<'a>> {
+        let ready = self.steady(api)?;
         refuse_capture(ready.raw.device, ready.raw.handle, act, remedy)?;
         Ok(ready)
     }
 
     /// The stream, ready to be given work that becomes a node while it captures.
-    pub(crate) fn capturable<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
-        let mut ready = self.alive(api)?;
+    pub(crate) fn capturable<'a>(&'a self, api: &'a Api<'_>) -> Result<Ready<'a>> {
+        let mut ready = self.steady(api)?;
         // SAFETY: the stream is alive, and its context is current.
         let capture = unsafe { capture::state(ready.raw.device.driver(), ready.raw.handle) }?;
         ready.capture = match capture.status {
@@ -358,11 +364,22 @@ impl Stream {
         Ok(ready)
     }
 
+    /// The stream, with no capture beginning or ending.
+    fn steady<'a>(&'a self, api: &'a Api<'_>) -> Result<Ready<'a>> {
+        let phase = self.inner.phase.read().unwrap_or_else(PoisonError::into_inner);
+        Ok(Ready { _phase: Some(phase), ..self.alive(api)? })
+    }
+
+    /// Held while a capture begins or ends.
+    pub(crate) fn change_phase(&self) -> RwLockWriteGuard<'_, ()> {
+        self.inner.phase.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// The stream, for calls that are allowed while it captures.
     pub(crate) fn alive<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
         let raw = self.raw()?;
         let bound = self.inner.device.bind(api)?;
-        Ok(Ready { raw, strand: self.strand(), capture: None, _bound: bound })
+        Ok(Ready { raw, strand: self.strand(), capture: None, _phase: None, _bound: bound })
     }
 
     /// Its handle (`CUstream`), for other libraries. It is valid until the stream is closed and its last clone dropped.
@@ -459,8 +476,10 @@ impl Stream {
         timeout: Option<Duration>,
         interrupted: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
-        let ready = self.ready(api, "be waited for", "End the capture first")?;
-        poll_until_done(timeout, interrupted, || query(&ready.raw))
+        // Asked anew each time: the wait must neither hold up a capture that begins meanwhile, nor break it.
+        poll_until_done(timeout, interrupted, || {
+            self.ready(api, "be waited for", "End the capture first").and_then(|ready| query(&ready.raw))
+        })
     }
 
     fn refuse_other_driver(&self, device: Device, what: &str) -> Result<()> {
@@ -521,7 +540,7 @@ impl Stream {
     }
 
     /// The stream, which has to be capturing.
-    fn external<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
+    fn external<'a>(&'a self, api: &'a Api<'_>) -> Result<Ready<'a>> {
         let ready = self.capturable(api)?;
         if ready.capture().is_none() {
             return Err(Error::capture(

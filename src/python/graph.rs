@@ -135,8 +135,8 @@ pub(super) fn add_host_node<F: Send>(
 /// A host function of a graph, as the core takes it.
 pub(super) type Run = Box<dyn Fn() + Send + Sync>;
 
-#[pyclass(name = "Graph", module = "rstream", frozen, weakref, eq)]
-#[derive(PartialEq)]
+#[pyclass(name = "Graph", module = "rstream", frozen, weakref, eq, hash)]
+#[derive(PartialEq, Eq, Hash)]
 pub(super) struct GraphPy(pub(super) Graph);
 
 #[pymethods]
