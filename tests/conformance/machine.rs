@@ -560,6 +560,17 @@ impl Machine {
     pub fn call(&'static self, thread: usize, words: &[&str]) -> Outcome {
         let bench = self.bench;
         let code = match words {
+            ["repeat", count, call @ ..] => {
+                let mut answer = String::new();
+                for _ in 0..number::<u32>(count)? {
+                    answer = self.call(thread, call)?;
+                    if answer.split(' ').next() != Some("0") {
+                        break;
+                    }
+                }
+                return Ok(answer);
+            }
+
             // Contexts.
             ["driver_version"] => {
                 let mut version = 0;
