@@ -1534,6 +1534,8 @@ impl Machine {
     pub fn destroy_all(&self) {
         let (live, references) = {
             let mut state = self.state();
+            // The memory goes: nothing may be written to it any more, and no wait is left.
+            state.waits.clear();
             (std::mem::take(&mut state.live), std::mem::take(&mut state.references))
         };
         let rank = |object: &Object| match object {

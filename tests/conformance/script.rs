@@ -47,8 +47,9 @@ pub fn parse(theme: &str, text: &str) -> Result<Vec<Case>, String> {
             return Err(format!("{theme}.txt:{number}: expected `case`, found {line:?}"));
         };
         let mut header = header.to_owned();
-        while header.matches('[').count() > header.matches(']').count() {
-            let (_, more) = lines.next().ok_or_else(|| format!("{theme}.txt:{number}: the matrix does not end"))?;
+        // A matrix may begin on the next line and go on over several, and what is said of the case may follow on its own.
+        let open = |header: &str| header.matches('[').count() > header.matches(']').count();
+        while let Some((_, more)) = lines.next_if(|(_, line)| open(&header) || header.ends_with(',') || line.starts_with('[')) {
             header.push(' ');
             header.push_str(&more);
         }
