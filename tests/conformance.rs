@@ -8,10 +8,11 @@ mod machine;
 mod script;
 
 use std::env;
-use std::fmt::Write as _;
 use std::fs;
+use std::io::Write as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -35,6 +36,8 @@ const LONGEST_CALL: Duration = Duration::from_secs(10);
 const BLOCKS: Duration = Duration::from_millis(150);
 /// The longest that the process of an isolated case may live.
 const LONGEST_PROCESS: Duration = Duration::from_secs(60);
+/// How many isolated cases run at once.
+const AT_ONCE: usize = 4;
 /// A line of an isolated case's process that reports a mismatch; others are answers.
 const MISMATCH: &str = "mismatch\t";
 
@@ -48,19 +51,31 @@ fn every_case() {
         cases.retain(|case| case.title().contains(&only));
     }
     let bench = bench();
-    let mut results: Vec<CaseResult> =
-        cases.iter().filter(|case| !case.isolated).map(|case| run_case(bench, case)).collect();
-    // Last, because a fault may disturb the others' device.
-    results.extend(cases.iter().filter(|case| case.isolated).map(run_in_a_process));
-    if let Ok(path) = env::var(ANSWERS) {
-        let lines: String = results.iter().flat_map(|result| &result.answers).fold(String::new(), |mut all, line| {
-            let _ = writeln!(all, "{line}");
-            all
-        });
-        fs::write(&path, lines).unwrap_or_else(|error| panic!("{ANSWERS}={path}: {error}"));
+    // Written case by case: the file of a run that did not end says how far it came.
+    let mut answers = env::var(ANSWERS)
+        .ok()
+        .map(|path| fs::File::create(&path).unwrap_or_else(|error| panic!("{ANSWERS}={path}: {error}")));
+    let mut results = Vec::new();
+    let mut note = |result: CaseResult| {
+        if let Some(file) = &mut answers {
+            for line in &result.answers {
+                writeln!(file, "{line}").expect("the answers can be written");
+            }
+        }
+        results.push(result);
+    };
+    let (isolated, others): (Vec<&Case>, Vec<&Case>) = cases.iter().partition(|case| case.isolated);
+    for case in others {
+        note(run_case(bench, case));
     }
-    let mismatches: Vec<&str> =
-        results.iter().flat_map(|result| &result.mismatches).map(String::as_str).collect();
+    for some in isolated.chunks(AT_ONCE) {
+        let some: Vec<CaseResult> = std::thread::scope(|scope| {
+            let threads: Vec<_> = some.iter().map(|case| scope.spawn(|| run_in_a_process(case))).collect();
+            threads.into_iter().map(|thread| thread.join().expect("it does not panic")).collect()
+        });
+        some.into_iter().for_each(&mut note);
+    }
+    let mismatches: Vec<&str> = results.iter().flat_map(|result| &result.mismatches).map(String::as_str).collect();
     let bad = results.iter().filter(|result| !result.mismatches.is_empty()).count();
     eprintln!("{} cases on {:?}, {bad} with mismatches", results.len(), bench.driver.kind());
     assert!(mismatches.is_empty(), "{} mismatches in {bad} cases:\n{}", mismatches.len(), mismatches.join("\n"));
@@ -187,7 +202,9 @@ impl Run<'_> {
             let file = format!("tests/conformance/{}.txt:{}", self.case.theme, step.line);
             let documented = if self.case.documented { ", documented" } else { "" };
             let text = &step.text;
-            self.result.mismatches.push(format!("{case}{documented}\n    {file}: {text}\n    expected {wanted}, got {answer}"));
+            self.result
+                .mismatches
+                .push(format!("{case}{documented}\n    {file}: {text}\n    expected {wanted}, got {answer}"));
         }
     }
 
@@ -308,7 +325,9 @@ impl Run<'_> {
 fn run_in_a_process(case: &Case) -> CaseResult {
     let title = case.title();
     let program = env::current_exe().expect("this program has a path");
-    let place = env::temp_dir().join(format!("rstream-conformance-{}.txt", std::process::id()));
+    static NUMBER: AtomicUsize = AtomicUsize::new(0);
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let place = env::temp_dir().join(format!("rstream-conformance-{}-{number}.txt", std::process::id()));
     let _ = fs::remove_file(&place);
     let mut child = Command::new(program)
         .args(["every_case", "--exact", "--test-threads=1"])
@@ -350,13 +369,8 @@ fn run_in_a_process(case: &Case) -> CaseResult {
 fn be_the_process_of(cases: &[Case], title: &str) -> ! {
     let case = cases.iter().find(|case| case.title() == title).expect("the parent found it");
     let result = run_case(bench(), case);
-    let mut text = String::new();
-    for line in &result.answers {
-        let _ = writeln!(text, "{line}");
-    }
-    for mismatch in &result.mismatches {
-        let _ = writeln!(text, "{MISMATCH}{}", mismatch.replace('\n', "\x1f"));
-    }
+    let mismatches = result.mismatches.iter().map(|text| format!("{MISMATCH}{}", text.replace('\n', "\x1f")));
+    let text: String = result.answers.iter().cloned().chain(mismatches).map(|line| line + "\n").collect();
     fs::write(env::var(ANSWERS).expect("the parent says where"), text).expect("the place can be written");
     std::process::exit(0);
 }

@@ -110,7 +110,8 @@ enum Object {
     Graph(usize),
     Node(usize),
     Exec(usize),
-    UserObject(usize),
+    /// A user object.
+    Counted(usize),
     Module(usize),
     Context(usize),
     Green(usize),
@@ -373,7 +374,7 @@ impl Machine {
         match name {
             "null" => Ok(ptr::null_mut()),
             _ => match self.find(name)? {
-                Object::UserObject(handle) => Ok(handle as CUuserObject),
+                Object::Counted(handle) => Ok(handle as CUuserObject),
                 other => Err(format!("{name} is {other:?}, not a user object")),
             },
         }
@@ -534,12 +535,22 @@ impl Machine {
                 self.bind(name, Object::Memory(Memory { kind: MemoryKind::Pageable, address, len }));
                 "0".into()
             }),
-            ["poke", address, value] | ["poke32", address, value] => {
-                self.address(address).and_then(|address| Ok((address, number::<u64>(value)?))).map(|(address, value)| {
+            ["fill", name, value] => self.memory(name).and_then(|memory| {
+                if matches!(memory.kind, MemoryKind::Pinned | MemoryKind::Managed | MemoryKind::Pageable) {
+                    // SAFETY: host memory of this length that lives to the end of the case.
+                    unsafe { ptr::write_bytes(memory.address as *mut u8, number(value)?, memory.len) };
+                    Ok("0".into())
+                } else {
+                    Err(format!("the host cannot write to {name}"))
+                }
+            }),
+            ["poke", address, value] | ["poke32", address, value] => self
+                .address(address)
+                .and_then(|address| Ok((address, number::<u64>(value)?)))
+                .map(|(address, value)| {
                     poke(address, words[0] == "poke", value);
                     "0".into()
-                })
-            }
+                }),
             ["peek", address] => self.address(address).map(|address| peek(address).to_string()),
             ["sleep", milliseconds] => number(milliseconds).map(|milliseconds| {
                 std::thread::sleep(Duration::from_millis(milliseconds));
@@ -1053,7 +1064,8 @@ impl Machine {
                 let mut node = ptr::null_mut();
                 let (place, context) = (first(&nodes), bench.context as CUcontext);
                 let parameters = &raw const parameters;
-                let code = ask!(bench, cuGraphAddMemsetNode(&raw mut node, graph, place, nodes.len(), parameters, context));
+                let code =
+                    ask!(bench, cuGraphAddMemsetNode(&raw mut node, graph, place, nodes.len(), parameters, context));
                 self.name_node(code, name, node)
             }
             ["memcpy_node", name, graph, to, from, count, nodes @ ..] => {
@@ -1062,7 +1074,8 @@ impl Machine {
                 let mut node = ptr::null_mut();
                 let (place, context) = (first(&nodes), bench.context as CUcontext);
                 let parameters = &raw const parameters;
-                let code = ask!(bench, cuGraphAddMemcpyNode(&raw mut node, graph, place, nodes.len(), parameters, context));
+                let code =
+                    ask!(bench, cuGraphAddMemcpyNode(&raw mut node, graph, place, nodes.len(), parameters, context));
                 self.name_node(code, name, node)
             }
             ["record_node", name, graph, event, nodes @ ..] => {
@@ -1140,7 +1153,8 @@ impl Machine {
                 };
                 let place = place.map(|place| std::ffi::CString::new(place).expect("no NUL in a path"));
                 let graph = self.graph(graph)?;
-                let code = ask!(bench, cuGraphDebugDotPrint(graph, place.as_ref().map_or(ptr::null(), |p| p.as_ptr()), 0));
+                let code =
+                    ask!(bench, cuGraphDebugDotPrint(graph, place.as_ref().map_or(ptr::null(), |p| p.as_ptr()), 0));
                 let text = std::fs::read_to_string(&file).unwrap_or_default();
                 let _ = std::fs::remove_file(&file);
                 return Ok(with(code, if text.contains("digraph") { "digraph" } else { "nothing" }));
@@ -1157,7 +1171,7 @@ impl Machine {
                 let destroy: CUhostFn = function.map(|_| host_function as _);
                 let code = ask!(bench, cuUserObjectCreate(out, data, destroy, count, flags));
                 if code == 0 {
-                    self.bind(name, Object::UserObject(handle as usize));
+                    self.bind(name, Object::Counted(handle as usize));
                     self.state().references.insert(handle as usize, count);
                 }
                 code
@@ -1198,7 +1212,8 @@ impl Machine {
                 let mut groups = 1;
                 let from = self.resource(from)? as *const CUdevResource;
                 let (out, rest) = (part as *mut CUdevResource, rest as *mut CUdevResource);
-                let code = ask!(bench, cuDevSmResourceSplitByCount(out, &raw mut groups, from, rest, 0, number(least)?));
+                let code =
+                    ask!(bench, cuDevSmResourceSplitByCount(out, &raw mut groups, from, rest, 0, number(least)?));
                 self.bind(name, Object::Resource(part));
                 return Ok(with(code, groups));
             }
@@ -1417,7 +1432,10 @@ impl Machine {
             ["status_null"] => {
                 let null = ptr::null_mut();
                 let (nodes, edges, count) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
-                ask!(self.bench, cuStreamGetCaptureInfo_v3(stream, null, &raw mut id, &raw mut graph, nodes, edges, count))
+                ask!(
+                    self.bench,
+                    cuStreamGetCaptureInfo_v3(stream, null, &raw mut id, &raw mut graph, nodes, edges, count)
+                )
             }
             ["status_only"] => {
                 let (id, graph) = (ptr::null_mut(), ptr::null_mut());
@@ -1730,10 +1748,12 @@ fn poke(address: u64, wide: bool, value: u64) {
     // SAFETY: the address is in host memory of a case, aligned, and freed after every stream has passed its waits.
     unsafe {
         if wide {
-            std::sync::atomic::AtomicU64::from_ptr(address as *mut u64).store(value, std::sync::atomic::Ordering::Release);
+            std::sync::atomic::AtomicU64::from_ptr(address as *mut u64)
+                .store(value, std::sync::atomic::Ordering::Release);
         } else {
             let value = u32::try_from(value & 0xFFFF_FFFF).expect("masked");
-            std::sync::atomic::AtomicU32::from_ptr(address as *mut u32).store(value, std::sync::atomic::Ordering::Release);
+            std::sync::atomic::AtomicU32::from_ptr(address as *mut u32)
+                .store(value, std::sync::atomic::Ordering::Release);
         }
     }
 }

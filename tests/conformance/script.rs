@@ -49,7 +49,9 @@ pub fn parse(theme: &str, text: &str) -> Result<Vec<Case>, String> {
         let mut header = header.to_owned();
         // A matrix may begin on the next line and go on over several, and what is said of the case may follow on its own.
         let open = |header: &str| header.matches('[').count() > header.matches(']').count();
-        while let Some((_, more)) = lines.next_if(|(_, line)| open(&header) || header.ends_with(',') || line.starts_with('[')) {
+        while let Some((_, more)) =
+            lines.next_if(|(_, line)| open(&header) || header.ends_with(',') || line.starts_with('['))
+        {
             header.push(' ');
             header.push_str(&more);
         }
@@ -67,7 +69,8 @@ pub fn parse(theme: &str, text: &str) -> Result<Vec<Case>, String> {
                 steps.push(step(*number, &line).map_err(|error| format!("{theme}.txt:{number}: {error}"))?);
             }
             let shown: Vec<&str> = values.iter().map(|(_, value)| value.as_str()).collect();
-            let name = if shown.is_empty() { header.name.clone() } else { format!("{} [{}]", header.name, shown.join(" | ")) };
+            let name =
+                if shown.is_empty() { header.name.clone() } else { format!("{} [{}]", header.name, shown.join(" | ")) };
             cases.push(Case {
                 theme: theme.to_owned(),
                 name,
