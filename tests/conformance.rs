@@ -27,6 +27,8 @@ const DEVICE: &str = "RSTREAM_TEST_DEVICE";
 const ANSWERS: &str = "RSTREAM_CONFORMANCE_OUT";
 /// Runs only the cases whose title contains this.
 const ONLY: &str = "RSTREAM_CONFORMANCE_ONLY";
+/// If set, every case runs in a process of its own: one that crashes the driver does not end the run.
+const ISOLATE_ALL: &str = "RSTREAM_CONFORMANCE_ISOLATE";
 /// Set in the process of an isolated case: its title.
 const ISOLATED: &str = "RSTREAM_CONFORMANCE_ISOLATED";
 
@@ -64,7 +66,8 @@ fn every_case() {
         }
         results.push(result);
     };
-    let (isolated, others): (Vec<&Case>, Vec<&Case>) = cases.iter().partition(|case| case.isolated);
+    let all = env::var_os(ISOLATE_ALL).is_some();
+    let (isolated, others): (Vec<&Case>, Vec<&Case>) = cases.iter().partition(|case| case.isolated || all);
     for case in others {
         note(run_case(bench, case));
     }
@@ -168,13 +171,15 @@ struct Run<'a> {
     bench: &'static Bench,
     machine: &'static Machine,
     workers: Vec<Option<Worker>>,
+    /// The line that was begun last.
+    doing: String,
     result: CaseResult,
 }
 
 fn run_case(bench: &'static Bench, case: &Case) -> CaseResult {
     let machine = Machine::new(bench);
     let workers = (0..10).map(|_| None).collect();
-    let mut run = Run { case, bench, machine, workers, result: CaseResult::default() };
+    let mut run = Run { case, bench, machine, workers, doing: String::new(), result: CaseResult::default() };
     for step in &case.steps {
         run.step(step);
     }
@@ -185,6 +190,7 @@ fn run_case(bench: &'static Bench, case: &Case) -> CaseResult {
 impl Run<'_> {
     fn step(&mut self, step: &Step) {
         let until = Instant::now() + PATIENCE;
+        self.doing.clone_from(&step.text);
         let mut answer = self.answer(step);
         let expected = |answer: &str| match &step.expect {
             Some(expect) => script::matches(answer, expect),
@@ -258,8 +264,7 @@ impl Run<'_> {
                 self.machine.release_all();
                 worker.finish(Duration::from_millis(2));
                 if Instant::now() > until {
-                    eprintln!("{}: thread t{number} hangs in the driver; giving up", self.case.title());
-                    std::process::exit(101);
+                    give_up(&format!("{}: {}: thread t{number} hangs in the driver", self.case.title(), self.doing));
                 }
             }
         }
@@ -277,8 +282,7 @@ impl Run<'_> {
                 return outcome;
             }
             if Instant::now() > until {
-                eprintln!("{}: cleaning up hangs in the driver; giving up", self.case.title());
-                std::process::exit(101);
+                give_up(&format!("{}: cleaning up hangs in the driver", self.case.title()));
             }
         }
     }
@@ -319,6 +323,13 @@ impl Run<'_> {
             let _ = worker.thread.join();
         }
     }
+}
+
+/// Ends the program: a thread that never returns from the driver leaves no later case a chance.
+fn give_up(why: &str) -> ! {
+    // Not by `eprintln`, which the test harness would keep for itself.
+    let _ = writeln!(std::io::stderr(), "{why}; giving up");
+    std::process::exit(101);
 }
 
 /// Runs the case in this program, started again for it alone.
