@@ -38,8 +38,6 @@ const LONGEST_CALL: Duration = Duration::from_secs(10);
 const BLOCKS: Duration = Duration::from_millis(150);
 /// The longest that the process of an isolated case may live.
 const LONGEST_PROCESS: Duration = Duration::from_secs(60);
-/// How many isolated cases run at once.
-const AT_ONCE: usize = 4;
 /// A line of an isolated case's process that reports a mismatch; others are answers.
 const MISMATCH: &str = "mismatch\t";
 
@@ -71,7 +69,8 @@ fn every_case() {
     for case in others {
         note(run_case(bench, case));
     }
-    for some in isolated.chunks(AT_ONCE) {
+    let at_once = std::thread::available_parallelism().map_or(4, |cores| cores.get().max(4));
+    for some in isolated.chunks(at_once) {
         let some: Vec<CaseResult> = std::thread::scope(|scope| {
             let threads: Vec<_> = some.iter().map(|case| scope.spawn(|| run_in_a_process(case))).collect();
             threads.into_iter().map(|thread| thread.join().expect("it does not panic")).collect()
