@@ -78,10 +78,13 @@ pub unsafe extern "C" fn cuStreamSetAttribute(
             match attribute {
                 ACCESS_POLICY_WINDOW => {
                     const PERSISTING: u32 = 2;
+                    // 3 is no property, and accepted (measured).
+                    const LAST: u32 = 3;
                     let window = value.cast::<Window>().read();
                     let good = (0.0..=1.0).contains(&window.hit_ratio)
-                        && window.hit <= PERSISTING
-                        && window.miss < PERSISTING
+                        && window.hit <= LAST
+                        && window.miss <= LAST
+                        && window.miss != PERSISTING
                         && window.bytes <= MOST_WINDOW_BYTES;
                     change(stream, good, |state| state.attributes.window = window)
                 }

@@ -29,8 +29,9 @@ pub(crate) struct Capture {
     mode: c_uint,
     /// The thread that began it.
     thread: u64,
-    /// The graph that nodes go to; 0 once the capture is invalidated, which destroys it.
+    /// The graph that nodes go to. It goes with a capture that fails, at its end.
     graph: usize,
+    invalidated: bool,
     /// What members that were destroyed had captured last.
     left: Vec<usize>,
     /// The nodes that were taken out of a member's dependencies: the end does not ask for them to be joined.
@@ -82,16 +83,19 @@ impl System {
         Some(self.streams.get(&stream)?.member.as_ref()?.capture)
     }
 
-    /// A capture breaks: its graph is gone at once, it stays until it is ended.
+    /// A capture breaks. It stays until it is ended.
     fn invalidate(&mut self, capture: u64) {
         if let Some(state) = self.captures.get_mut(&capture) {
-            let graph = std::mem::take(&mut state.graph);
-            self.forget_graph(graph);
+            state.invalidated = true;
         }
     }
 
-    /// All members of a capture are free again. Gives the graph that was captured into, 0 if there is none any more.
-    pub(crate) fn end_capture(&mut self, capture: u64) -> usize {
+    pub(crate) fn is_active(&self, capture: u64) -> bool {
+        self.captures.get(&capture).is_some_and(|state| !state.invalidated)
+    }
+
+    /// All members of a capture are free again. Gives the graph that was captured into.
+    fn end_capture(&mut self, capture: u64) -> usize {
         for state in self.streams.values_mut() {
             if state.member.as_ref().is_some_and(|member| member.capture == capture) {
                 state.member = None;
@@ -100,14 +104,26 @@ impl System {
         self.captures.remove(&capture).map_or(0, |state| state.graph)
     }
 
-    /// What a call answers that has no form in a capture, on a member: the capture breaks.
+    /// Ends a capture without a result: its graph goes.
+    pub(crate) fn drop_capture(&mut self, capture: u64) {
+        let graph = self.end_capture(capture);
+        self.forget_graph(graph);
+    }
+
+    /// What a call answers that has no form in a capture, on a member: the capture breaks if it has not already.
     pub(crate) fn refuse_on_member(&mut self, stream: u64) -> Answer {
         let Some(capture) = self.capture_of(stream) else { return Ok(()) };
-        if self.captures[&capture].graph == 0 {
-            return Err(CAPTURE_INVALIDATED);
-        }
         self.invalidate(capture);
         Err(CAPTURE_UNSUPPORTED)
+    }
+
+    /// What a call answers that has a form in a capture, on a member of one that is broken.
+    pub(crate) fn refuse_when_invalidated(&self, stream: u64) -> Answer {
+        if self.capture_of(stream).is_none_or(|capture| self.is_active(capture)) {
+            Ok(())
+        } else {
+            Err(CAPTURE_INVALIDATED)
+        }
     }
 
     /// The captures that a blocking stream of a context takes part in.
@@ -171,18 +187,16 @@ impl System {
 
     /// A node at the end of what a member captured.
     pub(crate) fn capture_node(&mut self, stream: u64, work: NodeWork) -> Answer {
+        self.refuse_when_invalidated(stream)?;
         let member = self.streams.get(&stream).and_then(|state| state.member.as_ref()).ok_or(INVALID_HANDLE)?;
         let graph = self.captures[&member.capture].graph;
-        if graph == 0 {
-            return Err(CAPTURE_INVALIDATED);
-        }
         let node = self.add_node(graph, member.dependencies.clone(), work);
         self.streams.get_mut(&stream).and_then(|state| state.member.as_mut()).expect("just seen").dependencies =
             vec![node];
         Ok(())
     }
 
-    /// Whether graph nodes are being captured into `graph`.
+    /// Whether there is a capture into `graph`.
     pub(crate) fn is_captured_into(&self, graph: usize) -> bool {
         self.captures.values().any(|capture| capture.graph == graph)
     }
@@ -198,10 +212,8 @@ impl System {
 
     /// Records an event on a member: what the stream depends on now.
     pub(crate) fn capture_event(&mut self, event: usize, stream: u64) -> Answer {
+        self.refuse_when_invalidated(stream)?;
         let member = self.streams.get(&stream).and_then(|state| state.member.as_ref()).ok_or(INVALID_HANDLE)?;
-        if self.captures[&member.capture].graph == 0 {
-            return Err(CAPTURE_INVALIDATED);
-        }
         let captured = Some((member.capture, member.dependencies.clone()));
         let state = self.events.get_mut(&event).ok_or(INVALID_HANDLE)?;
         state.captured = captured;
@@ -213,7 +225,7 @@ impl System {
     pub(crate) fn ask_event(&mut self, event: usize) -> Answer {
         let state = self.events.get(&event).ok_or(INVALID_HANDLE)?;
         let Some((capture, _)) = state.captured else { return self.unsafe_call() };
-        if self.captures.get(&capture).is_none_or(|capture| capture.graph == 0) {
+        if !self.is_active(capture) {
             return Err(INVALID_VALUE);
         }
         self.invalidate(capture);
@@ -230,8 +242,8 @@ impl System {
         };
         let captured = state.captured.clone();
         let recorded = state.place.is_some();
-        if mine.is_some_and(|capture| self.captures[&capture].graph == 0) {
-            return Some(Err(CAPTURE_INVALIDATED));
+        if let Err(code) = self.refuse_when_invalidated(stream) {
+            return Some(Err(code));
         }
         match (mine, captured) {
             (None, None) => None,
@@ -241,7 +253,7 @@ impl System {
                 Some(Err(CAPTURE_ISOLATION))
             }
             (mine, Some((theirs, nodes))) => {
-                if self.captures.get(&theirs).is_none_or(|capture| capture.graph == 0) {
+                if !self.is_active(theirs) {
                     mine.into_iter().for_each(|capture| self.invalidate(capture));
                     return Some(Err(INVALID_VALUE));
                 }
@@ -266,8 +278,7 @@ impl System {
         let Some(member) = self.streams.get_mut(&stream).and_then(|state| state.member.take()) else { return };
         let Some(capture) = self.captures.get_mut(&member.capture) else { return };
         if capture.origin == stream {
-            let graph = self.end_capture(member.capture);
-            self.forget_graph(graph);
+            self.drop_capture(member.capture);
         } else {
             capture.left.extend(member.dependencies);
         }
@@ -297,7 +308,7 @@ impl System {
 }
 
 fn begin(handle: CUstream, mode: c_uint, into: Option<(CUgraph, Answer<Vec<usize>>)>) -> Answer {
-    if mode > RELAXED {
+    if mode > RELAXED || into.as_ref().is_some_and(|(graph, _)| graph.is_null()) {
         return Err(INVALID_VALUE);
     }
     if (handle as usize) <= LEGACY {
@@ -305,7 +316,6 @@ fn begin(handle: CUstream, mode: c_uint, into: Option<(CUgraph, Answer<Vec<usize
     }
     let stream = stream::resolve(handle)?;
     let mut system = system::lock();
-    system.sound_stream(stream)?;
     if system.is_member(stream) {
         return Err(ILLEGAL_STATE);
     }
@@ -329,8 +339,17 @@ fn begin(handle: CUstream, mode: c_uint, into: Option<(CUgraph, Answer<Vec<usize
     member.add(dependencies);
     state.member = Some(member);
     let context = state.context;
-    let (left, dropped) = (Vec::new(), HashSet::new());
-    system.captures.insert(id, Capture { context, origin: stream, mode, thread: this_thread(), graph, left, dropped });
+    let capture = Capture {
+        context,
+        origin: stream,
+        mode,
+        thread: this_thread(),
+        graph,
+        invalidated: false,
+        left: Vec::new(),
+        dropped: HashSet::new(),
+    };
+    system.captures.insert(id, capture);
     Ok(())
 }
 
@@ -352,6 +371,10 @@ pub unsafe extern "C" fn cuStreamBeginCaptureToGraph(
 
 pub unsafe extern "C" fn cuStreamEndCapture(stream: CUstream, out: *mut CUgraph) -> c_uint {
     call_outside("cuStreamEndCapture", || {
+        if !out.is_null() {
+            // SAFETY: the caller's promise, here and below.
+            unsafe { put(out, std::ptr::null_mut()) }?;
+        }
         let id = stream::resolve(stream)?;
         let mut system = system::lock();
         let capture = system.capture_of(id).ok_or(ILLEGAL_STATE)?;
@@ -361,10 +384,10 @@ pub unsafe extern "C" fn cuStreamEndCapture(stream: CUstream, out: *mut CUgraph)
             // Only its origin ends it.
             Err(CAPTURE_UNMATCHED)
         } else {
-            let result = if state.mode != RELAXED && state.thread != this_thread() {
-                Err(CAPTURE_WRONG_THREAD)
-            } else if state.graph == 0 {
+            let result = if state.invalidated {
                 Err(CAPTURE_INVALIDATED)
+            } else if state.mode != RELAXED && state.thread != this_thread() {
+                Err(CAPTURE_WRONG_THREAD)
             } else if !system.is_joined(capture) {
                 Err(CAPTURE_UNJOINED)
             } else {
@@ -376,21 +399,21 @@ pub unsafe extern "C" fn cuStreamEndCapture(stream: CUstream, out: *mut CUgraph)
             }
             result.map(|()| graph)
         };
+        let graph = result?;
         if !out.is_null() {
-            // SAFETY: the caller's promise.
-            unsafe { put(out, result.unwrap_or(0) as CUgraph) }?;
+            // SAFETY: as above.
+            unsafe { put(out, graph as CUgraph) }?;
         }
-        result.map(drop)
+        Ok(())
     })
 }
 
 /// The stream's state in a capture, and why the legacy stream has no answer.
 fn status(system: &System, stream: u64) -> Answer<c_uint> {
-    system.sound_stream(stream)?;
     if system.is_legacy(stream).is_some_and(|context| !system.blocking_captures(context).is_empty()) {
         return Err(CAPTURE_IMPLICIT);
     }
-    Ok(system.capture_of(stream).map_or(NONE, |id| if system.captures[&id].graph == 0 { INVALIDATED } else { ACTIVE }))
+    Ok(system.capture_of(stream).map_or(NONE, |id| if system.is_active(id) { ACTIVE } else { INVALIDATED }))
 }
 
 pub unsafe extern "C" fn cuStreamIsCapturing(stream: CUstream, out: *mut c_uint) -> c_uint {
@@ -465,10 +488,8 @@ pub unsafe extern "C" fn cuStreamUpdateCaptureDependencies_v2(
         let id = stream::resolve(stream)?;
         let mut system = system::lock();
         let capture = system.capture_of(id).ok_or(ILLEGAL_STATE)?;
+        system.refuse_when_invalidated(id)?;
         let graph = system.captures[&capture].graph;
-        if graph == 0 {
-            return Err(CAPTURE_INVALIDATED);
-        }
         if nodes.iter().any(|node| system.nodes.get(node) != Some(&graph)) {
             return Err(INVALID_VALUE);
         }

@@ -23,7 +23,8 @@ const CONTEXT_STEP: usize = 0x100;
 static INITIALIZED: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
-    static CURRENT: Cell<usize> = const { Cell::new(0) };
+    /// The context, and the green one inside it whose context it was given as; 0 for none.
+    static CURRENT: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
 }
 
 /// How many devices there are: `RSTREAM_SOFT_DEVICES`, from 1 to 16, or 2.
@@ -54,9 +55,14 @@ pub(crate) fn known(dev: c_int) -> Answer<usize> {
 /// The context that is current on this thread.
 pub(crate) fn current() -> Answer<usize> {
     match CURRENT.get() {
-        0 => Err(INVALID_CONTEXT),
-        context => Ok(context),
+        (0, _) => Err(INVALID_CONTEXT),
+        (context, _) => Ok(context),
     }
+}
+
+/// The green context whose context is current on this thread, or 0.
+pub(crate) fn current_green() -> usize {
+    CURRENT.get().1
 }
 
 pub unsafe extern "C" fn cuInit(flags: c_uint) -> c_uint {
@@ -193,17 +199,22 @@ fn reset(handle: usize) {
 }
 
 pub unsafe extern "C" fn cuCtxGetCurrent(out: *mut CUcontext) -> c_uint {
-    // SAFETY: the caller's promise.
-    call_outside("cuCtxGetCurrent", || unsafe { put(out, CURRENT.get() as CUcontext) })
+    call_outside("cuCtxGetCurrent", || {
+        let (context, green) = CURRENT.get();
+        // SAFETY: the caller's promise.
+        unsafe { put(out, if green == 0 { context } else { green } as CUcontext) }
+    })
 }
 
 pub unsafe extern "C" fn cuCtxSetCurrent(ctx: CUcontext) -> c_uint {
     call_outside("cuCtxSetCurrent", || {
         let handle = ctx as usize;
-        if handle != 0 && !system::lock().contexts.contains_key(&handle) {
-            return Err(INVALID_CONTEXT);
-        }
-        CURRENT.set(handle);
+        let system = system::lock();
+        CURRENT.set(match system.green.get(&handle) {
+            Some(&ordinal) => (handle_of(ordinal), handle),
+            None if handle == 0 || system.contexts.contains_key(&handle) => (handle, 0),
+            None => return Err(INVALID_CONTEXT),
+        });
         Ok(())
     })
 }

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUevent, CUstream};
 
 use crate::graph::NodeWork;
-use crate::system::{self, Answer, EventState, ILLEGAL_STATE, INVALID_HANDLE, INVALID_VALUE, NOT_READY, Place};
+use crate::system::{
+    self, Answer, CAPTURED_EVENT, EventState, ILLEGAL_STATE, INVALID_HANDLE, INVALID_VALUE, NOT_READY, Place,
+};
 use crate::{call, call_outside, device, put, stream};
 
 /// Of a record or a wait: a node of its own in a capture.
@@ -109,10 +111,18 @@ pub unsafe extern "C" fn cuEventSynchronize(event: CUevent) -> c_uint {
 
 pub unsafe extern "C" fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: CUevent, end: CUevent) -> c_uint {
     call_outside("cuEventElapsedTime_v2", || {
+        if milliseconds.is_null() {
+            // Not an invalid value (measured).
+            return Err(INVALID_HANDLE);
+        }
         let system = system::lock();
         let place = |event: CUevent| {
             let state = system.events.get(&(event as usize)).filter(|state| state.flags & DISABLE_TIMING == 0);
-            state.and_then(|state| Some((state.context, state.place.clone()?))).ok_or(INVALID_HANDLE)
+            let state = state.ok_or(INVALID_HANDLE)?;
+            if state.captured.as_ref().is_some_and(|&(capture, _)| system.is_active(capture)) {
+                return Err(CAPTURED_EVENT);
+            }
+            Ok((state.context, state.place.clone().ok_or(INVALID_HANDLE)?))
         };
         let ((context, start), (other, end)) = (place(start)?, place(end)?);
         if context != other {

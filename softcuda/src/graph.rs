@@ -14,8 +14,8 @@ use cudarc::driver::sys::{
 };
 
 use crate::system::{
-    self, Answer, CAPTURE_UNSUPPORTED, GRAPH_EXEC_UPDATE_FAILURE, HostCall, INVALID_HANDLE, INVALID_VALUE,
-    NOT_SUPPORTED, Op, Place, Source, System, Work,
+    self, Answer, GRAPH_EXEC_UPDATE_FAILURE, HostCall, INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, Op, Owner, Place,
+    Source, System, Work,
 };
 use crate::user_object::{GraphMemory, UserObject};
 use crate::{call_outside, device, memory, put, stream};
@@ -96,6 +96,11 @@ pub(crate) struct Graph {
 }
 
 impl Graph {
+    /// Whether it has memory of its own, which must not be there twice.
+    fn has_memory(&self) -> bool {
+        self.nodes.iter().any(|node| matches!(node.work.kind(), NodeType::MemAlloc | NodeType::MemFree))
+    }
+
     pub(crate) fn node(&self, handle: usize) -> Option<&Node> {
         self.nodes.iter().find(|node| node.handle == handle)
     }
@@ -127,7 +132,14 @@ enum StepWork {
 
 /// A graph ready to be launched.
 pub(crate) struct Exec {
+    /// What it was made of.
+    graph: usize,
     steps: Vec<Step>,
+    /// The memory that a launch allocates and leaves, and that it frees without having allocated it.
+    allocates: Vec<u64>,
+    frees: Vec<u64>,
+    /// A launch frees what an earlier one left.
+    auto_free: bool,
     /// What an update has to have in common.
     shape: Vec<(NodeType, Vec<usize>)>,
     kept: Arc<Kept>,
@@ -170,6 +182,9 @@ impl System {
 
     fn clone_graph(&mut self, graph: usize, is_child: bool) -> Answer<usize> {
         let original = self.graphs.get(&graph).ok_or(INVALID_VALUE)?;
+        if original.has_memory() {
+            return Err(NOT_SUPPORTED);
+        }
         let nodes: Vec<(usize, NodeWork, Vec<usize>)> =
             original.nodes.iter().map(|node| (node.handle, node.work.clone(), node.dependencies.clone())).collect();
         let objects = original.objects.clone();
@@ -240,7 +255,13 @@ impl System {
                     StepWork::Works(vec![Work::Mark])
                 }
                 // The memory of a graph stays its own.
-                NodeWork::Works(NodeType::MemFree, _) => StepWork::Works(vec![Work::Mark]),
+                NodeWork::Works(NodeType::MemFree, works) => {
+                    exec.freed.extend(works.iter().filter_map(|work| match work {
+                        Work::Free(address) => Some(*address),
+                        _ => None,
+                    }));
+                    StepWork::Works(vec![Work::Mark])
+                }
                 NodeWork::Works(_, works) => StepWork::Works(works.clone()),
                 NodeWork::Record(event) => StepWork::Record(*event),
                 NodeWork::Wait(event) => StepWork::Wait(*event),
@@ -262,17 +283,49 @@ impl System {
         Ok(graph.nodes.iter().map(row).collect())
     }
 
-    fn executable(&self, graph: usize) -> Answer<Exec> {
+    fn executable(&self, graph: usize, auto_free: bool) -> Answer<Exec> {
         let mut flat = Flat::default();
         self.flatten(graph, &[], &mut flat)?;
+        let allocated: Vec<u64> = flat.memory.iter().map(|memory| memory.0).collect();
+        let without = |some: &[u64], others: &[u64]| some.iter().copied().filter(|one| !others.contains(one)).collect();
+        let (allocates, frees) = (without(&allocated, &flat.freed), without(&flat.freed, &allocated));
         let kept = Arc::new(Kept { _objects: flat.objects, _memory: flat.memory });
-        Ok(Exec { steps: flat.steps, shape: self.shape(graph)?, kept, last: None })
+        let shape = self.shape(graph)?;
+        Ok(Exec { graph, steps: flat.steps, allocates, frees, auto_free, shape, kept, last: None })
+    }
+
+    /// Whether the device itself may launch a graph.
+    fn is_for_the_device(&self, graph: usize) -> bool {
+        let good = |node: &Node| match node.work {
+            NodeWork::Child(child) => self.is_for_the_device(child),
+            _ => matches!(node.work.kind(), NodeType::Kernel | NodeType::Memcpy | NodeType::Memset),
+        };
+        self.graphs.get(&graph).is_some_and(|graph| graph.nodes.iter().all(good))
+    }
+
+    /// Memory that a launch allocates must not be left from an earlier one.
+    fn allocate_for_launch(&mut self, exec: usize) -> Answer {
+        let exec = self.execs.get(&exec).ok_or(INVALID_VALUE)?;
+        let (allocates, frees) = (exec.allocates.clone(), exec.frees.clone());
+        let is_left =
+            |address| self.memory.get(address).is_some_and(|memory| memory.owner == Owner::Graph { live: true });
+        if !exec.auto_free && allocates.iter().any(is_left) {
+            return Err(INVALID_VALUE);
+        }
+        for address in frees {
+            self.set_live(address, false);
+        }
+        for address in allocates {
+            self.set_live(address, true);
+        }
+        Ok(())
     }
 
     /// Puts a launch into `stream` and streams of its own.
     fn launch(&mut self, exec: usize, stream: u64) -> Answer {
         let context = self.streams.get(&stream).ok_or(INVALID_HANDLE)?.context;
         self.sound(context)?;
+        self.allocate_for_launch(exec)?;
         let state = self.execs.get_mut(&exec).ok_or(INVALID_VALUE)?;
         let (steps, kept) = (state.steps.clone(), Arc::clone(&state.kept));
         let end = Arc::new(Place::default());
@@ -332,6 +385,8 @@ struct Flat {
     steps: Vec<Step>,
     objects: Vec<Arc<UserObject>>,
     memory: Vec<Arc<GraphMemory>>,
+    /// The addresses of its free nodes.
+    freed: Vec<u64>,
 }
 
 pub unsafe extern "C" fn cuGraphCreate(out: *mut CUgraph, flags: c_uint) -> c_uint {
@@ -717,6 +772,7 @@ pub unsafe extern "C" fn cuGraphAddChildGraphNode(
     child: CUgraph,
 ) -> c_uint {
     call_outside("cuGraphAddChildGraphNode", || {
+        // A graph inside itself crashes the real driver; an invalid value is kinder.
         if child == graph {
             return Err(INVALID_VALUE);
         }
@@ -733,9 +789,8 @@ pub unsafe extern "C" fn cuGraphDestroyNode(node: CUgraphNode) -> c_uint {
         let mut system = system::lock();
         let graph = *system.nodes.get(&handle).ok_or(INVALID_VALUE)?;
         let graph = system.graphs.get_mut(&graph).ok_or(INVALID_VALUE)?;
-        let allocates = |node: &Node| matches!(node.work.kind(), NodeType::MemAlloc | NodeType::MemFree);
-        if graph.nodes.iter().any(allocates) {
-            return Err(INVALID_VALUE);
+        if graph.has_memory() {
+            return Err(NOT_SUPPORTED);
         }
         let removed = graph.nodes.remove(graph.position(handle).ok_or(INVALID_VALUE)?);
         for node in &mut graph.nodes {
@@ -779,20 +834,25 @@ pub unsafe extern "C" fn cuGraphInstantiateWithFlags(
     graph: CUgraph,
     flags: c_ulonglong,
 ) -> c_uint {
-    /// All but `UPLOAD`, which needs a stream.
-    const FLAGS: c_ulonglong = 1 | 4 | 8;
+    const AUTO_FREE: c_ulonglong = 1;
+    const DEVICE_LAUNCH: c_ulonglong = 4;
+    const USE_NODE_PRIORITY: c_ulonglong = 8;
+    /// `UPLOAD`, which is not among them, needs a stream.
+    const FLAGS: c_ulonglong = AUTO_FREE | DEVICE_LAUNCH | USE_NODE_PRIORITY;
     call_outside("cuGraphInstantiateWithFlags", || {
+        let graph = graph as usize;
         let mut system = system::lock();
-        if out.is_null() || flags & !FLAGS != 0 || !system.graphs.contains_key(&(graph as usize)) {
+        let has_memory = system.graphs.get(&graph).map(Graph::has_memory);
+        let has_memory = has_memory.filter(|_| !out.is_null() && flags & !FLAGS == 0).ok_or(INVALID_VALUE)?;
+        system.unsafe_call()?;
+        system.sound(device::current()?)?;
+        if flags & DEVICE_LAUNCH != 0 && !system.is_for_the_device(graph) {
             return Err(INVALID_VALUE);
         }
-        if system.is_captured_into(graph as usize) {
-            system.break_captures_into(graph as usize);
-            return Err(CAPTURE_UNSUPPORTED);
+        if has_memory && system.execs.values().any(|exec| exec.graph == graph) {
+            return Err(NOT_SUPPORTED);
         }
-        system.unsafe_call()?;
-        device::current()?;
-        let exec = system.executable(graph as usize)?;
+        let exec = system.executable(graph, flags & AUTO_FREE != 0)?;
         let handle = system::fresh_handle();
         system.execs.insert(handle, exec);
         // SAFETY: the caller's promise.
@@ -818,8 +878,7 @@ fn target(system: &mut System, exec: CUgraphExec, id: u64) -> Answer {
         return Err(INVALID_VALUE);
     }
     system.respect_legacy(id)?;
-    system.refuse_on_member(id)?;
-    system.sound_stream(id)
+    system.refuse_on_member(id)
 }
 
 pub unsafe extern "C" fn cuGraphLaunch(exec: CUgraphExec, stream: CUstream) -> c_uint {
@@ -872,7 +931,8 @@ pub unsafe extern "C" fn cuGraphExecUpdate_v2(
         if result != SUCCESS {
             return Err(GRAPH_EXEC_UPDATE_FAILURE);
         }
-        let mut updated = system.executable(graph as usize)?;
+        let auto_free = system.execs[&(exec as usize)].auto_free;
+        let mut updated = system.executable(graph as usize, auto_free)?;
         let exec = system.execs.get_mut(&(exec as usize)).expect("found above");
         updated.last = exec.last.take();
         *exec = updated;

@@ -8,7 +8,8 @@ use cudarc::driver::sys::{CUcontext, CUstream};
 use crate::graph::{self, NodeType, NodeWork};
 pub(crate) use crate::system::MemoryKind;
 use crate::system::{
-    self, Allocation, Answer, Block, INVALID_VALUE, NOT_PERMITTED, OUT_OF_MEMORY, Place, Source, System, Work,
+    self, Allocation, Answer, Block, ILLEGAL_ADDRESS, INVALID_VALUE, NOT_PERMITTED, OUT_OF_MEMORY, Owner, Place,
+    Source, System, Work,
 };
 use crate::{call, call_outside, device, put, stream};
 
@@ -21,8 +22,8 @@ fn used(system: &System, context: usize) -> usize {
     system.memory.values().filter(|allocation| allocation.context == context).map(|allocation| allocation.len).sum()
 }
 
-/// Memory of the graph that is captured is no unsafe call.
-fn allocate(size: usize, kind: MemoryKind, attach: u32, in_graph: bool) -> Answer<u64> {
+/// To allocate memory of the graph that is captured is no unsafe call.
+fn allocate(size: usize, kind: MemoryKind, attach: u32, owner: Owner) -> Answer<u64> {
     if size == 0 {
         return Err(INVALID_VALUE);
     }
@@ -31,7 +32,7 @@ fn allocate(size: usize, kind: MemoryKind, attach: u32, in_graph: bool) -> Answe
     {
         let mut system = system::lock();
         system.sound(context)?;
-        if !in_graph {
+        if owner == Owner::Caller {
             system.unsafe_call()?;
         }
         if size > TOTAL - used(&system, context).min(TOTAL) {
@@ -41,7 +42,7 @@ fn allocate(size: usize, kind: MemoryKind, attach: u32, in_graph: bool) -> Answe
     let block = Block::new(size).ok_or(OUT_OF_MEMORY)?;
     let address = block.address();
     let allocation =
-        Allocation { context, kind, len: size, _block: block, attached_at_first: attach, attached: (attach, 0) };
+        Allocation { context, kind, owner, len: size, _block: block, attached_at_first: attach, attached: (attach, 0) };
     system::lock().memory.insert(address, allocation);
     Ok(address)
 }
@@ -53,7 +54,10 @@ fn free(address: u64, kinds: &[MemoryKind]) -> Answer {
     }
     let mut system = system::lock();
     let allocation = system.memory.get(&address).filter(|allocation| kinds.contains(&allocation.kind));
-    let context = allocation.ok_or(INVALID_VALUE)?.context;
+    let &Allocation { context, owner, .. } = allocation.ok_or(INVALID_VALUE)?;
+    if owner == (Owner::Graph { live: false }) {
+        return Err(INVALID_VALUE);
+    }
     system.sound(context)?;
     if system::in_callback() {
         // It would wait for itself.
@@ -68,6 +72,10 @@ fn free(address: u64, kinds: &[MemoryKind]) -> Answer {
     let mut system =
         system::wait_until(system, |system| system.sound(context).is_err() || system::reached(system, &targets));
     system.sound(context)?;
+    if owner != Owner::Caller {
+        system.set_live(address, false);
+        return Ok(());
+    }
     let freed = system.memory.remove(&address);
     drop(system);
     drop(freed);
@@ -90,7 +98,7 @@ pub(crate) fn kind_of_range(address: u64, len: usize) -> Answer<Option<MemoryKin
 pub unsafe extern "C" fn cuMemAlloc_v2(out: *mut u64, size: usize) -> c_uint {
     // SAFETY: the caller's promise.
     call_outside("cuMemAlloc_v2", || unsafe {
-        put(out, 0).and(put(out, allocate(size, MemoryKind::Device, 0, false)?))
+        put(out, 0).and(put(out, allocate(size, MemoryKind::Device, 0, Owner::Caller)?))
     })
 }
 
@@ -108,7 +116,11 @@ pub unsafe extern "C" fn cuMemAllocAsync(out: *mut u64, size: usize, stream: CUs
         };
         // SAFETY: the caller's promise.
         unsafe { put(out, 0) }?;
-        let address = allocate(size, MemoryKind::Device, 0, capturing)?;
+        if size == 0 {
+            return Ok(());
+        }
+        let owner = if capturing { Owner::Graph { live: false } } else { Owner::Caller };
+        let address = allocate(size, MemoryKind::Device, 0, owner)?;
         if capturing {
             graph::capture_allocation(id, address)?;
         }
@@ -120,13 +132,17 @@ pub unsafe extern "C" fn cuMemAllocAsync(out: *mut u64, size: usize, stream: CUs
 pub unsafe extern "C" fn cuMemFreeAsync(ptr: u64, stream: CUstream) -> c_uint {
     call("cuMemFreeAsync", || {
         let id = stream::resolve(stream)?;
-        if system::lock().memory.get(&ptr).is_none_or(|allocation| allocation.kind != MemoryKind::Device) {
-            return Err(INVALID_VALUE);
-        }
         {
             let mut system = system::lock();
+            let allocation = system.memory.get(&ptr).filter(|allocation| allocation.kind == MemoryKind::Device);
+            let owner = allocation.ok_or(INVALID_VALUE)?.owner;
             if !system.is_member(id) {
                 system.unsafe_call()?;
+                if let Owner::Graph { live } = owner {
+                    system.respect_legacy(id)?;
+                    system.set_live(ptr, false);
+                    return if live { Ok(()) } else { Err(INVALID_VALUE) };
+                }
             }
         }
         system::submit(id, vec![Work::Free(ptr)])
@@ -141,7 +157,10 @@ pub unsafe extern "C" fn cuMemHostAlloc(out: *mut *mut c_void, size: usize, flag
         // SAFETY: the caller's promise.
         unsafe {
             put(out, std::ptr::null_mut())?;
-            put(out, allocate(size, MemoryKind::Pinned, 0, false)? as *mut c_void)
+            if size == 0 {
+                return device::current().map(drop);
+            }
+            put(out, allocate(size, MemoryKind::Pinned, 0, Owner::Caller)? as *mut c_void)
         }
     })
 }
@@ -166,7 +185,7 @@ pub unsafe extern "C" fn cuMemAllocManaged(out: *mut u64, size: usize, flags: c_
             return Err(INVALID_VALUE);
         }
         // SAFETY: the caller's promise.
-        unsafe { put(out, 0).and(put(out, allocate(size, MemoryKind::Managed, flags, false)?)) }
+        unsafe { put(out, 0).and(put(out, allocate(size, MemoryKind::Managed, flags, Owner::Caller)?)) }
     })
 }
 
@@ -200,7 +219,7 @@ pub unsafe extern "C" fn cuMemcpyAsync(dst: u64, src: u64, size: usize, stream: 
 /// the stream has passed.
 unsafe fn copy(dst: u64, src: u64, bytes: usize, id: u64) -> Answer {
     if bytes == 0 {
-        return system::lock().sound_stream(id);
+        return Ok(());
     }
     let (to, from) = (kind_of_range(dst, bytes)?, kind_of_range(src, bytes)?);
     {
@@ -227,9 +246,16 @@ unsafe fn copy(dst: u64, src: u64, bytes: usize, id: u64) -> Answer {
 
 fn fill(dst: u64, value: u32, width: usize, count: usize, id: u64) -> Answer {
     if count == 0 {
-        return system::lock().sound_stream(id);
+        return Ok(());
     }
     let bytes = count.checked_mul(width).ok_or(INVALID_VALUE)?;
+    {
+        let mut system = system::lock();
+        if dst == 0 && system.is_member(id) {
+            // Captured without a look at the address (measured): it faults when it is launched.
+            return system.capture_node(id, NodeWork::Works(NodeType::Memset, vec![Work::Fault(ILLEGAL_ADDRESS)]));
+        }
+    }
     // Plain host memory is not the device's to write.
     if !dst.is_multiple_of(width as u64) || kind_of_range(dst, bytes)?.is_none() {
         return Err(INVALID_VALUE);

@@ -11,12 +11,26 @@ use crate::event::EXTERNAL;
 use crate::graph::NodeWork;
 use crate::memory::{self, MemoryKind};
 use crate::system::{
-    self, Answer, Condition, HostCall, ILLEGAL_STATE, INVALID_HANDLE, INVALID_VALUE, NOT_READY, StreamState, Work,
+    self, Answer, Condition, HostCall, ILLEGAL_STATE, INVALID_HANDLE, INVALID_VALUE, NOT_READY, StreamState, System,
+    Work,
 };
-use crate::{call, call_outside, put};
+use crate::{call, call_outside, green, put};
 
 pub(crate) const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
+
+impl System {
+    /// A stream of a context, or of a green one inside it unless that is 0, with the handle that is created with it.
+    pub(crate) fn new_handle(&mut self, context: usize, green: usize, flags: c_uint, priority: c_int) -> Answer<usize> {
+        green::alive(self, green)?;
+        self.sound(context)?;
+        let stream = self.new_stream(context, flags, priority.clamp(PRIORITIES.1, PRIORITIES.0));
+        self.streams.get_mut(&stream).expect("made above").green = green;
+        let handle = system::fresh_handle();
+        self.handles.insert(handle, stream);
+        Ok(handle)
+    }
+}
 
 /// The per-thread default streams of a thread, by context. They go with the thread.
 #[derive(Default)]
@@ -35,8 +49,14 @@ thread_local! {
     static THREAD_STREAMS: RefCell<ThreadStreams> = RefCell::default();
 }
 
-/// The stream that a handle names on this thread.
+/// The stream that a handle names on this thread, or what is wrong with its context: that comes first in every call.
 pub(crate) fn resolve(handle: CUstream) -> Answer<u64> {
+    let stream = find(handle)?;
+    system::lock().sound_stream(stream)?;
+    Ok(stream)
+}
+
+fn find(handle: CUstream) -> Answer<u64> {
     match handle as usize {
         0 | LEGACY => {
             let context = device::current()?;
@@ -63,20 +83,22 @@ pub(crate) fn resolve(handle: CUstream) -> Answer<u64> {
     }
 }
 
+/// Asks a stream about itself. Even that is a use of the legacy stream, and refused to a member that is invalidated.
 pub(crate) fn look<T>(handle: CUstream, ask: impl FnOnce(u64, &StreamState) -> T) -> Answer<T> {
     let stream = resolve(handle)?;
-    let system = system::lock();
-    system.sound_stream(stream)?;
-    Ok(ask(stream, &system.streams[&stream]))
+    let mut system = system::lock();
+    system.respect_legacy(stream)?;
+    system.refuse_when_invalidated(stream)?;
+    Ok(ask(stream, system.streams.get(&stream).ok_or(INVALID_HANDLE)?))
 }
 
 /// As [`look`], for what a member of a capture does not permit.
 fn look_outside<T>(handle: CUstream, ask: impl FnOnce(u64, &StreamState) -> T) -> Answer<T> {
     let stream = resolve(handle)?;
     let mut system = system::lock();
-    system.sound_stream(stream)?;
+    system.respect_legacy(stream)?;
     system.refuse_on_member(stream)?;
-    Ok(ask(stream, &system.streams[&stream]))
+    Ok(ask(stream, system.streams.get(&stream).ok_or(INVALID_HANDLE)?))
 }
 
 pub unsafe extern "C" fn cuStreamCreate(out: *mut CUstream, flags: c_uint) -> c_uint {
@@ -94,10 +116,7 @@ fn create(out: *mut CUstream, flags: c_uint, priority: c_int) -> Answer {
     let context = device::current()?;
     let _submission = system::submission(context);
     let mut system = system::lock();
-    system.sound(context)?;
-    let stream = system.new_stream(context, flags, priority.clamp(PRIORITIES.1, PRIORITIES.0));
-    let handle = system::fresh_handle();
-    system.handles.insert(handle, stream);
+    let handle = system.new_handle(context, device::current_green(), flags, priority)?;
     // SAFETY: the caller's promise.
     unsafe { put(out, handle as CUstream) }
 }
@@ -106,10 +125,10 @@ pub unsafe extern "C" fn cuStreamDestroy_v2(stream: CUstream) -> c_uint {
     call("cuStreamDestroy_v2", || {
         let mut system = system::lock();
         let id = system.handles.remove(&(stream as usize)).ok_or(INVALID_HANDLE)?;
-        let context = system.streams.get(&id).map(|state| state.context);
+        let sound = system.sound_stream(id);
         system.leave_capture(id);
         system.retire(id);
-        context.map_or(Ok(()), |context| system.sound(context))
+        sound
     })
 }
 
@@ -117,7 +136,6 @@ pub unsafe extern "C" fn cuStreamQuery(stream: CUstream) -> c_uint {
     call("cuStreamQuery", || {
         let id = resolve(stream)?;
         let mut system = system::lock();
-        system.sound_stream(id)?;
         system.host_asks(id)?;
         if system.all_done(id) { Ok(()) } else { Err(NOT_READY) }
     })
@@ -170,7 +188,7 @@ pub unsafe extern "C" fn cuStreamWaitEvent(stream: CUstream, event: CUevent, fla
         };
         match place {
             Some(place) if !place.is_done() => system::mark(id, vec![place], None),
-            _ => look(stream, |_, _| ()),
+            _ => Ok(()),
         }
     })
 }
@@ -328,7 +346,11 @@ pub unsafe extern "C" fn cuStreamBatchMemOp_v2(
     const MOST: c_uint = 256;
     call("cuStreamBatchMemOp_v2", || {
         let id = resolve(stream)?;
-        if flags != 0 || count == 0 || count >= MOST || ops.is_null() {
+        if flags == 0 && count == 0 {
+            return Ok(());
+        }
+        // No array at all crashes the real driver; an invalid value is kinder.
+        if flags != 0 || count >= MOST || ops.is_null() {
             return Err(INVALID_VALUE);
         }
         let mut works = Vec::with_capacity(count as usize);

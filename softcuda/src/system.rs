@@ -34,6 +34,7 @@ pub(crate) const INVALID_HANDLE: u32 = 400;
 pub(crate) const ILLEGAL_STATE: u32 = 401;
 pub(crate) const NOT_FOUND: u32 = 500;
 pub(crate) const NOT_READY: u32 = 600;
+pub(crate) const ILLEGAL_ADDRESS: u32 = 700;
 pub(crate) const CONTEXT_IS_DESTROYED: u32 = 709;
 pub(crate) const NOT_PERMITTED: u32 = 800;
 pub(crate) const NOT_SUPPORTED: u32 = 801;
@@ -223,10 +224,21 @@ impl Drop for Block {
     }
 }
 
+/// Who an allocation belongs to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Owner {
+    Caller,
+    /// A graph, from the capture on. It is `live` from a launch that allocates it until it is freed.
+    Graph {
+        live: bool,
+    },
+}
+
 /// An allocation.
 pub(crate) struct Allocation {
     pub(crate) context: usize,
     pub(crate) kind: MemoryKind,
+    pub(crate) owner: Owner,
     pub(crate) len: usize,
     /// Freed with the allocation.
     pub(crate) _block: Block,
@@ -374,6 +386,13 @@ impl System {
         (address - base < allocation.len as u64).then_some((base, allocation))
     }
 
+    /// Memory of a graph was allocated by a launch, or freed. The bytes stay until the graph goes.
+    pub(crate) fn set_live(&mut self, address: u64, live: bool) {
+        if let Some(allocation) = self.memory.get_mut(&address) {
+            allocation.owner = Owner::Graph { live };
+        }
+    }
+
     /// The place at the end of a stream's queue; `None` if nothing is pending.
     fn tail(&mut self, stream: u64) -> Option<Arc<Place>> {
         let last = self.streams.get_mut(&stream)?.queue.back_mut()?;
@@ -476,7 +495,7 @@ impl System {
         let captures: Vec<u64> =
             self.captures.iter().filter_map(|(&id, capture)| (capture.context == handle).then_some(id)).collect();
         for capture in captures {
-            self.end_capture(capture);
+            self.drop_capture(capture);
         }
         let streams = &self.streams;
         self.handles.retain(|_, id| streams.contains_key(id));

@@ -107,8 +107,10 @@ pub unsafe extern "C" fn cuUserObjectCreate(
 ) -> c_uint {
     const NO_DESTRUCTOR_SYNC: c_uint = 1;
     call_outside("cuUserObjectCreate", || {
-        let destroy = destroy.filter(|_| !out.is_null() && flags == NO_DESTRUCTOR_SYNC).ok_or(INVALID_VALUE)?;
-        let count = count_of(count)?;
+        let good = !out.is_null() && flags == NO_DESTRUCTOR_SYNC && count > 0;
+        let destroy = destroy.filter(|_| good).ok_or(INVALID_VALUE)?;
+        // Unlike the other functions it takes counts above those of an `i32` (measured).
+        let count = count as usize;
         let handle = system::fresh_handle();
         let object = Arc::new(UserObject { handle, destroy, data: data as usize });
         let weak = Arc::downgrade(&object);
@@ -164,6 +166,7 @@ pub unsafe extern "C" fn cuGraphReleaseUserObject(graph: CUgraph, object: CUuser
     call_outside("cuGraphReleaseUserObject", || {
         let count = count_of(count)?;
         let mut system = system::lock();
+        entry(&mut system, object)?;
         let graph = system.graphs.get_mut(&(graph as usize)).ok_or(INVALID_VALUE)?;
         graph.release(object as usize, count);
         Ok(())
