@@ -18,7 +18,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use machine::{Bench, Machine, Outcome, PATIENCE};
-use rstream::driver::Driver;
+use rstream::driver::{Driver, Kind};
 use script::{Case, Step};
 
 /// Which device: `gpu`, or `soft`.
@@ -51,6 +51,7 @@ fn every_case() {
         cases.retain(|case| case.title().contains(&only));
     }
     let bench = bench();
+    cases.retain(|case| !case.soft || bench.driver.kind() == Kind::Soft);
     // Written case by case: the file of a run that did not end says how far it came.
     let mut answers = env::var(ANSWERS)
         .ok()

@@ -10,6 +10,8 @@ pub struct Case {
     pub isolated: bool,
     /// The expectation is CUDA's documentation, not a measurement.
     pub documented: bool,
+    /// Not for a GPU: the real driver crashes.
+    pub soft: bool,
     pub steps: Vec<Step>,
 }
 
@@ -76,6 +78,7 @@ pub fn parse(theme: &str, text: &str) -> Result<Vec<Case>, String> {
                 name,
                 isolated: header.isolated,
                 documented: header.documented,
+                soft: header.soft,
                 steps,
             });
         }
@@ -96,22 +99,23 @@ struct Header {
     name: String,
     isolated: bool,
     documented: bool,
+    soft: bool,
     matrices: Vec<Vec<Row>>,
 }
 
 impl Header {
     fn parse(header: &str) -> Result<Header, String> {
         let mut rest = header.trim();
-        let (mut isolated, mut documented) = (false, false);
+        let (mut isolated, mut documented, mut soft) = (false, false, false);
         loop {
-            if let Some(before) = rest.strip_suffix(" documented") {
-                (rest, documented) = (before, true);
-            } else if let Some(before) = rest.strip_suffix(" isolated") {
-                (rest, isolated) = (before, true);
-            } else {
-                break;
+            let (before, mark) = rest.rsplit_once(' ').unwrap_or_default();
+            match mark {
+                "isolated" => isolated = true,
+                "documented" => documented = true,
+                "soft" => soft = true,
+                _ => break,
             }
-            rest = rest.trim_end_matches([',', ' ']);
+            rest = before.trim_end_matches([',', ' ']);
         }
         let mut matrices = Vec::new();
         while let Some(before) = rest.strip_suffix(']') {
@@ -119,7 +123,7 @@ impl Header {
             matrices.insert(0, parse_matrix(matrix)?);
             rest = before.trim_end();
         }
-        Ok(Header { name: rest.to_owned(), isolated, documented, matrices })
+        Ok(Header { name: rest.to_owned(), isolated, documented, soft, matrices })
     }
 
     /// Every combination of the rows of the matrices.
