@@ -9,26 +9,27 @@
 //! | [`ThreadLocal`] | are free | yes: `!Send` |
 //! | [`Relaxed`] | are free, and so is this one | no: `Send` |
 //!
-//! What rstream itself calls never counts as unsafe, whatever the mode.
+//! What rstream calls by itself never counts as unsafe, whatever the mode. [`Device::synchronize`] waits for the whole
+//! context, which no capture in it survives.
 
 use std::ffi::c_uint;
 use std::marker::PhantomData;
 use std::ops::Deref;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::thread::{self, ThreadId};
 
 use cudarc::driver::sys::{CUgraph, CUgraphNode, CUstream};
 
 use crate::api::{Api, in_callback};
 use crate::device::Device;
-use crate::driver::Driver;
+use crate::driver::{Driver, is_forked_child};
 use crate::error::{Error, Refused, Result, Status};
 use crate::event::Event;
 use crate::graph::{Captive, Graph, HostNode, Label, Node, Owner};
 use crate::memory::{Buffer, Pattern};
 use crate::reaper;
-use crate::stream::{RawStream, Stream};
+use crate::stream::{RawStream, Ready, Stream, broken};
 
 /// Which calls of the process a capture forbids while it lasts (`CUstreamCaptureMode`), and the mode of a thread.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -57,6 +58,16 @@ pub enum CaptureStatus {
     Active,
     /// It did, and a rule was broken. Only ending the capture makes the stream usable again.
     Invalidated,
+}
+
+impl CaptureStatus {
+    fn of(code: c_uint) -> CaptureStatus {
+        match code {
+            0 => CaptureStatus::None,
+            1 => CaptureStatus::Active,
+            _ => CaptureStatus::Invalidated,
+        }
+    }
 }
 
 /// What [`Stream::capture_info`] knows about the capture that a stream takes part in.
@@ -108,49 +119,72 @@ modes! {
 /// What the driver says about a stream in a capture.
 pub(crate) struct State {
     pub(crate) status: CaptureStatus,
+    /// Of an active one.
     pub(crate) id: u64,
     pub(crate) graph: CUgraph,
-    pub(crate) nodes: Vec<CUgraphNode>,
+}
+
+/// Asks whether a stream captures. Harmless in every mode (measured).
+///
+/// # Safety
+/// The stream is alive, and its context is current.
+pub(crate) unsafe fn status(driver: &Driver, stream: CUstream) -> Result<CaptureStatus> {
+    let mut status: c_uint = 0;
+    // SAFETY: the stream is alive (the caller's promise); writes one enum of C's int size.
+    match unsafe { driver.cuStreamIsCapturing(stream, &raw mut status) } {
+        // Older than captures: there is none.
+        Err(Error::DriverTooOld { .. }) => Ok(CaptureStatus::None),
+        other => other.map(|()| CaptureStatus::of(status)),
+    }
 }
 
 /// Asks about a capture. Harmless in every mode (measured).
 ///
 /// # Safety
-/// The stream is alive, and its context is current.
+/// As [`status`].
 pub(crate) unsafe fn state(driver: &Driver, stream: CUstream) -> Result<State> {
-    let mut state = State { status: CaptureStatus::None, id: 0, graph: ptr::null_mut(), nodes: Vec::new() };
-    let mut status: c_uint = 0;
-    // SAFETY: the stream is alive (the caller's promise); writes one enum of C's int size.
-    match unsafe { driver.cuStreamIsCapturing(stream, &raw mut status) } {
-        // Older than captures: there is none.
-        Err(Error::DriverTooOld { .. }) => return Ok(state),
-        other => other?,
+    // SAFETY: the caller's promise.
+    let status = unsafe { status(driver, stream) }?;
+    if status != CaptureStatus::Active {
+        return Ok(State { status, id: 0, graph: ptr::null_mut() });
     }
-    state.status = match status {
-        0 => return Ok(state),
-        1 => CaptureStatus::Active,
-        _ => CaptureStatus::Invalidated,
-    };
-    let (mut nodes, mut count) = (ptr::null::<CUgraphNode>(), 0_usize);
-    // SAFETY: as above; writes one value of each type. The array is the driver's until the next call on the stream, and
-    // copied at once. Edges between nodes that have data are made by kernels only, so none is lost that matters here.
+    // SAFETY: as above.
+    unsafe { info(driver, stream, None) }
+}
+
+/// As [`state`], with the nodes that the next one depends on.
+///
+/// # Safety
+/// As [`status`]; nobody else captures meanwhile.
+unsafe fn state_with_nodes(driver: &Driver, stream: CUstream) -> Result<(State, Vec<CUgraphNode>)> {
+    let mut nodes = Vec::new();
+    // SAFETY: the caller's promise.
+    let state = unsafe { info(driver, stream, Some(&mut nodes)) }?;
+    Ok((state, nodes))
+}
+
+/// # Safety
+/// As [`status`]; with `wanted` nobody else captures meanwhile: the driver's array is good until the next call.
+unsafe fn info(driver: &Driver, stream: CUstream, wanted: Option<&mut Vec<CUgraphNode>>) -> Result<State> {
+    let mut state = State { status: CaptureStatus::None, id: 0, graph: ptr::null_mut() };
+    let (mut status, mut nodes, mut edges, mut count) = (0 as c_uint, ptr::null(), ptr::null(), 0_usize);
+    let none = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+    let arrays = wanted.as_ref().map_or(none, |_| (&raw mut nodes, &raw mut edges, &raw mut count));
+    // SAFETY: the stream is alive (the caller's promise); writes one value of each type, or none. The array is copied at
+    // once. Edges with data are made by kernels only, and need not be told apart here.
     unsafe {
-        let mut edges = ptr::null();
         driver.cuStreamGetCaptureInfo_v3(
             stream,
             &raw mut status,
             &raw mut state.id,
             &raw mut state.graph,
-            &raw mut nodes,
-            &raw mut edges,
-            &raw mut count,
+            arrays.0,
+            arrays.1,
+            arrays.2,
         )?;
-        match status {
-            1 if count > 0 => state.nodes = std::slice::from_raw_parts(nodes, count).to_vec(),
-            1 => {}
-            // It broke, or was ended, between the two questions.
-            0 => state.status = CaptureStatus::None,
-            _ => state.status = CaptureStatus::Invalidated,
+        state.status = CaptureStatus::of(status);
+        if let Some(wanted) = wanted.filter(|_| state.status == CaptureStatus::Active && count > 0) {
+            *wanted = std::slice::from_raw_parts::<CUgraphNode>(nodes, count).to_vec();
         }
     }
     Ok(state)
@@ -177,9 +211,10 @@ impl RawCapture {
         mode: CaptureMode,
         into: Option<(&Graph, &[Node])>,
     ) -> Result<RawCapture> {
-        let phase = stream.change_phase();
+        let driver = stream.device().driver();
+        let phase = driver.phase.write().unwrap_or_else(PoisonError::into_inner);
         let ready = stream.alive(api)?;
-        let (driver, handle) = (stream.device().driver(), ready.handle());
+        let handle = ready.handle();
         if stream.is_legacy_default() {
             return Err(Error::capture(
                 Status::STREAM_CAPTURE_UNSUPPORTED,
@@ -187,7 +222,7 @@ impl RawCapture {
             ));
         }
         // SAFETY: the stream is alive, and its context is current.
-        if unsafe { state(driver, handle) }?.status != CaptureStatus::None {
+        if unsafe { status(driver, handle) }? != CaptureStatus::None {
             return Err(Error::capture(
                 Status::ILLEGAL_STATE,
                 "the stream takes part in a capture already: end that first",
@@ -220,6 +255,9 @@ impl RawCapture {
         drop(phase);
         let mut capture = RawCapture { stream: stream.clone(), raw, mode, thread, id: 0, into, ended: false };
         capture.id = begun?.id;
+        if let Some(into) = &capture.into {
+            into.named(capture.id);
+        }
         Ok(capture)
     }
 
@@ -248,7 +286,7 @@ impl RawCapture {
     fn finish(&mut self, api: &Api<'_>) -> Result<Graph> {
         let device = self.stream.device();
         let _bound = device.bind(api)?;
-        let _phase = self.stream.change_phase();
+        let _phase = device.driver().phase.write().unwrap_or_else(PoisonError::into_inner);
         self.ended = true;
         let mut graph: CUgraph = ptr::null_mut();
         // SAFETY: the stream is alive as long as `raw`; writes one handle.
@@ -261,14 +299,15 @@ impl RawCapture {
         }
     }
 
-    /// What abandons it: what was captured is dropped. `None` when it is over.
+    /// What abandons it, for a caller that holds the phase for writing: what was captured is dropped. `None` when there is
+    /// nothing to do.
     fn abandoning(&mut self) -> Option<impl FnOnce() + Send + 'static> {
-        if std::mem::replace(&mut self.ended, true) {
+        // A forked child has no driver; the parent ends its capture itself.
+        if std::mem::replace(&mut self.ended, true) || is_forked_child() {
             return None;
         }
-        let (stream, raw, into) = (self.stream.clone(), Arc::clone(&self.raw), self.into.take());
+        let (device, raw, into) = (self.stream.device(), Arc::clone(&self.raw), self.into.take());
         Some(move || {
-            let (device, _phase) = (stream.device(), stream.change_phase());
             let mut graph: CUgraph = ptr::null_mut();
             // SAFETY: as in `finish`. On another thread than the one that began it the driver answers 908, and the
             // capture is over all the same (measured).
@@ -284,20 +323,34 @@ impl RawCapture {
     /// Abandons it on the background thread, for a thread that must not block.
     #[cfg(feature = "python")]
     pub(crate) fn abandon_later(mut self) {
-        if let Some(abandon) = self.abandoning() {
-            reaper::release(self.stream.device(), abandon);
-        }
+        self.post_abandon();
+    }
+
+    fn post_abandon(&mut self) {
+        let device = self.stream.device();
+        let mut abandon = self.abandoning();
+        reaper::release_when(device, move || {
+            // Tried again later, so that the thread is not held up by work that blocks in the driver.
+            let Ok(_phase) = device.driver().phase.try_write() else { return false };
+            abandon.take().into_iter().for_each(|abandon| abandon());
+            true
+        });
     }
 }
 
 impl Drop for RawCapture {
     fn drop(&mut self) {
+        if self.ended {
+            return;
+        }
+        if in_callback() {
+            return self.post_abandon();
+        }
         let device = self.stream.device();
-        match self.abandoning() {
-            Some(abandon) if in_callback() => reaper::release(device, abandon),
+        if let Some(abandon) = self.abandoning() {
             // At once, so that the stream can be used by whoever sees that it was abandoned.
-            Some(abandon) => drop(device.with_context(abandon)),
-            None => {}
+            let _phase = device.driver().phase.write().unwrap_or_else(PoisonError::into_inner);
+            drop(device.with_context(abandon));
         }
     }
 }
@@ -466,7 +519,7 @@ impl<'s> Branch<'s> {
     /// # Errors
     /// [`Error::Capture`] when the capture broke.
     pub fn dependencies(&self, api: &Api<'_>) -> Result<Vec<Node>> {
-        dependencies(api, self.stream, self.owner)
+        dependencies(api, self.stream, (self.id, self.owner))
     }
 
     /// Adds nodes to those that the next one depends on (`cuStreamUpdateCaptureDependencies`).
@@ -474,7 +527,7 @@ impl<'s> Branch<'s> {
     /// # Errors
     /// [`Error::InvalidValue`] for a node of another graph; what the driver answers.
     pub fn add_dependencies(&self, api: &Api<'_>, nodes: &[Node]) -> Result<()> {
-        update_dependencies(api, self.stream, self.owner, nodes, Update::Add)
+        update_dependencies(api, self.stream, (self.id, self.owner), nodes, Update::Add)
     }
 
     /// Makes the next node depend on these alone (`cuStreamUpdateCaptureDependencies`).
@@ -482,7 +535,7 @@ impl<'s> Branch<'s> {
     /// # Errors
     /// As [`Branch::add_dependencies`].
     pub fn set_dependencies(&self, api: &Api<'_>, nodes: &[Node]) -> Result<()> {
-        update_dependencies(api, self.stream, self.owner, nodes, Update::Set)
+        update_dependencies(api, self.stream, (self.id, self.owner), nodes, Update::Set)
     }
 }
 
@@ -493,41 +546,33 @@ pub(crate) enum Update {
     Set = 1,
 }
 
-fn broken() -> Error {
-    Error::capture(
-        Status::STREAM_CAPTURE_INVALIDATED,
-        "the stream takes part in no capture that is going on: it ended or broke",
-    )
+/// The stream, in the capture with the number `id`, which is going on.
+fn in_capture<'a>(api: &'a Api<'_>, stream: &Stream, id: u64) -> Result<Ready<'a>> {
+    let ready = stream.capturable(api)?;
+    if ready.capture().is_some_and(|capture| capture.id == id) { Ok(ready) } else { Err(broken()) }
 }
 
-pub(crate) fn dependencies(api: &Api<'_>, stream: &Stream, owner: Owner) -> Result<Vec<Node>> {
-    let ready = stream.alive(api)?;
+pub(crate) fn dependencies(api: &Api<'_>, stream: &Stream, (id, owner): (u64, Owner)) -> Result<Vec<Node>> {
+    let ready = in_capture(api, stream, id)?;
     let driver = stream.device().driver();
-    // SAFETY: the stream is alive, and its context is current.
-    let state = unsafe { state(driver, ready.handle()) }?;
-    if state.status != CaptureStatus::Active {
-        return Err(broken());
-    }
-    state.nodes.into_iter().map(|node| Node::of(driver, owner, node)).collect()
+    // SAFETY: the stream is alive, its context current, and `ready` keeps others from capturing.
+    let (_, nodes) = unsafe { state_with_nodes(driver, ready.handle()) }?;
+    nodes.into_iter().map(|node| Node::of(driver, owner, node)).collect()
 }
 
 pub(crate) fn update_dependencies(
     api: &Api<'_>,
     stream: &Stream,
-    owner: Owner,
+    (id, owner): (u64, Owner),
     nodes: &[Node],
     update: Update,
 ) -> Result<()> {
-    let ready = stream.alive(api)?;
-    let driver = stream.device().driver();
     let mut nodes = owner.handles_of(nodes)?;
-    // SAFETY: the stream is alive and its context current.
-    if unsafe { state(driver, ready.handle()) }?.status != CaptureStatus::Active {
-        return Err(broken());
-    }
-    // SAFETY: as above. The nodes are of the graph that is captured into, whose nodes are never removed.
+    let ready = in_capture(api, stream, id)?;
+    // SAFETY: the stream is alive and its context current. The nodes are of the graph that is captured into, whose nodes
+    // are never removed.
     unsafe {
-        driver.cuStreamUpdateCaptureDependencies_v2(
+        stream.device().driver().cuStreamUpdateCaptureDependencies_v2(
             ready.handle(),
             nodes.as_mut_ptr(),
             ptr::null(),
@@ -535,6 +580,15 @@ pub(crate) fn update_dependencies(
             update as c_uint,
         )
     }
+}
+
+/// The node that was captured last on a stream.
+///
+/// # Safety
+/// As [`status`]; nobody else captures meanwhile.
+pub(crate) unsafe fn last_node(driver: &Driver, stream: CUstream) -> Result<CUgraphNode> {
+    // SAFETY: the caller's promise.
+    unsafe { state_with_nodes(driver, stream) }?.1.last().copied().ok_or_else(broken)
 }
 
 impl Stream {
@@ -567,7 +621,8 @@ impl Stream {
     /// Begins a capture into a graph that exists; the first captured nodes depend on `dependencies`
     /// (`cuStreamBeginCaptureToGraph`).
     ///
-    /// Until it ends the graph can be used through the capture only. If the capture breaks, the graph is gone.
+    /// Until it ends the graph can be used through the capture only. Nodes that were captured before it is abandoned stay
+    /// in the graph. If the capture breaks, or ends with branches that were not joined, the graph is gone.
     ///
     /// # Errors
     /// As [`Stream::begin_capture`]; [`Error::InvalidValue`] for nodes of another graph.
@@ -592,7 +647,7 @@ impl Stream {
     pub fn capture_status(&self, api: &Api<'_>) -> Result<CaptureStatus> {
         let ready = self.alive(api)?;
         // SAFETY: the stream is alive, and its context is current.
-        unsafe { state(self.device().driver(), ready.handle()) }.map(|state| state.status)
+        unsafe { status(self.device().driver(), ready.handle()) }
     }
 
     /// The capture that the stream takes part in (`cuStreamGetCaptureInfo`); `None` when there is none or it broke.
@@ -601,20 +656,19 @@ impl Stream {
     /// # Errors
     /// As [`Stream::capture_status`].
     pub fn capture_info(&self, api: &Api<'_>) -> Result<Option<CaptureInfo>> {
-        let ready = self.alive(api)?;
-        let driver = self.device().driver();
-        // SAFETY: as above.
-        let state = unsafe { state(driver, ready.handle()) }?;
-        if state.status != CaptureStatus::Active {
-            return Ok(None);
-        }
-        let owner = Owner::of_capture(self.device(), state.id, state.graph);
-        let nodes = state.nodes.into_iter().map(|node| Node::of(driver, owner, node));
-        Ok(Some(CaptureInfo {
-            id: state.id,
-            graph: state.graph as usize,
-            dependencies: nodes.collect::<Result<Vec<Node>>>()?,
-        }))
+        let ready = match self.capturable(api) {
+            Err(error) if error.status() == Status::STREAM_CAPTURE_INVALIDATED => return Ok(None),
+            other => other?,
+        };
+        let Some(capture) = ready.capture() else { return Ok(None) };
+        let owner = Owner::of_capture(self.device(), capture.id);
+        let dependencies = {
+            let driver = self.device().driver();
+            // SAFETY: the stream is alive, its context current, and `ready` keeps others from capturing.
+            let (_, nodes) = unsafe { state_with_nodes(driver, ready.handle()) }?;
+            nodes.into_iter().map(|node| Node::of(driver, owner, node)).collect::<Result<Vec<Node>>>()?
+        };
+        Ok(Some(CaptureInfo { id: capture.id, graph: capture.graph as usize, dependencies }))
     }
 }
 

@@ -9,7 +9,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_ushort, c_void};
 use std::fmt;
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock, RwLock};
 
 use cudarc::driver::sys::{self, *};
 
@@ -264,6 +264,12 @@ pub struct Driver {
     pub table: Table,
     kind: Kind,
     version: u32,
+    /// Read while work is given to a stream, written while a stream enters or leaves a capture: work is either queued or
+    /// captured for sure, and what it uses is kept accordingly. Never taken twice by a thread.
+    pub(crate) phase: RwLock<()>,
+    /// Held, after `phase`, while something is captured: the driver does not synchronize graphs, and what it says about a
+    /// capture is good until the next call.
+    pub(crate) capturing: Mutex<()>,
 }
 
 impl fmt::Debug for Driver {
@@ -291,7 +297,7 @@ impl Driver {
     }
 
     fn start(kind: Kind, table: Table) -> Result<Driver> {
-        let mut driver = Driver { table, kind, version: u32::MAX };
+        let mut driver = Driver::of(kind, table, u32::MAX);
         let mut version: c_int = 0;
         // SAFETY: cuInit takes no pointer; cuDriverGetVersion writes one int.
         unsafe { driver.cuInit(0).and_then(|()| driver.cuDriverGetVersion(&raw mut version)) }
@@ -308,7 +314,11 @@ impl Driver {
     /// The table's functions are what their names say, or `None`.
     #[must_use]
     pub unsafe fn with_table(kind: Kind, table: Table, version: u32) -> Driver {
-        Driver { table, kind, version }
+        Driver::of(kind, table, version)
+    }
+
+    fn of(kind: Kind, table: Table, version: u32) -> Driver {
+        Driver { table, kind, version, phase: RwLock::default(), capturing: Mutex::default() }
     }
 
     /// The table of the software driver, to build a [`Driver::with_table`] from.

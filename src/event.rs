@@ -69,11 +69,27 @@ impl RawEvent {
         }
     }
 
-    /// Whether nothing is to be expected from it any more: it was reached, or the context failed.
-    pub(crate) fn reached(&self) -> bool {
-        // Any other refusal says nothing about the work before it, which may still use what is kept for it.
-        self.query().unwrap_or_else(|error| error.status().ends_all_work())
+    /// What is to be expected from it.
+    pub(crate) fn outlook(&self) -> Outlook {
+        match self.query() {
+            Ok(true) => Outlook::Reached,
+            Ok(false) => Outlook::Pending,
+            Err(error) if error.status().ends_all_work() => Outlook::Reached,
+            Err(error) if matches!(error.status(), Status::CAPTURED_EVENT | Status::INVALID_VALUE) => Outlook::Lost,
+            // Any other refusal says nothing about the work before it, which may still use what is kept for it.
+            Err(_) => Outlook::Pending,
+        }
     }
+}
+
+/// What is to be expected from an event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Outlook {
+    Pending,
+    /// Nothing more: it was reached, or the context failed.
+    Reached,
+    /// Nothing, and nobody can say whether the work before it is done: another library's capture took the record.
+    Lost,
 }
 
 impl Drop for RawEvent {
@@ -151,14 +167,22 @@ impl Event {
         *self.inner.record.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// It was recorded: in the capture with the number, or outside of any.
-    pub(crate) fn recorded(&self, capture: Option<u64>) {
-        *self.inner.record.lock().unwrap_or_else(PoisonError::into_inner) =
-            capture.map_or(Record::Ordinary, Record::Captured);
+    /// It is recorded. Returns how it was before.
+    pub(crate) fn recorded(&self, record: Record) -> Record {
+        std::mem::replace(&mut *self.inner.record.lock().unwrap_or_else(PoisonError::into_inner), record)
+    }
+
+    /// Launches of a graph record it. Until one has, it is what it was.
+    pub(crate) fn recorded_at_launches(&self) {
+        let mut record = self.inner.record.lock().unwrap_or_else(PoisonError::into_inner);
+        if *record == Record::Never {
+            *record = Record::Ordinary;
+        }
     }
 
     /// The event, for the host to ask for it.
     fn raw_to_ask(&self) -> Result<Arc<RawEvent>> {
+        let raw = self.raw()?;
         if let Record::Captured(_) = self.record() {
             return Err(Error::capture(
                 Status::CAPTURED_EVENT,
@@ -166,7 +190,7 @@ impl Event {
                  for it would break the capture: record it outside, or as an external event",
             ));
         }
-        self.raw()
+        Ok(raw)
     }
 
     /// Its device.
@@ -246,6 +270,7 @@ impl Event {
         }
         let (start, end) = (earlier.raw_to_ask()?, self.raw_to_ask()?);
         let _bound = self.inner.device.bind(api)?;
+        let _relaxed = Relaxed::enter(self.inner.device.driver());
         let mut milliseconds = 0.0_f32;
         // SAFETY: both handles are alive; writes one float.
         unsafe { self.inner.device.driver().cuEventElapsedTime_v2(&raw mut milliseconds, start.handle, end.handle) }?;

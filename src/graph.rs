@@ -21,7 +21,7 @@ use cudarc::driver::sys::{
 use crate::api::{Api, callback_scope};
 use crate::completion::{panic_message, shield};
 use crate::device::Device;
-use crate::driver::Driver;
+use crate::driver::{Driver, Kind};
 use crate::error::{Error, Refused, Result, Status};
 use crate::event::Event;
 use crate::memory::{Buffer, Pattern, same_size};
@@ -32,10 +32,10 @@ use crate::stream::Stream;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Owner(u64);
 
-/// The graphs that are captured into at the moment, by driver and handle.
-static CAPTURED_INTO: Mutex<Vec<(Device, usize, Owner)>> = Mutex::new(Vec::new());
+/// The captures into graphs that existed before: by driver and number, whose their nodes are.
+static CAPTURED_INTO: Mutex<Vec<(Kind, u64, Owner)>> = Mutex::new(Vec::new());
 
-fn captured_into() -> MutexGuard<'static, Vec<(Device, usize, Owner)>> {
+fn captured_into() -> MutexGuard<'static, Vec<(Kind, u64, Owner)>> {
     CAPTURED_INTO.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -51,10 +51,9 @@ impl Owner {
     }
 
     /// As [`Owner::capture`], when it may go into a graph that existed before.
-    pub(crate) fn of_capture(device: Device, id: u64, graph: CUgraph) -> Owner {
-        let same =
-            |&&(other, handle, _): &&(Device, usize, Owner)| other.kind() == device.kind() && handle == graph as usize;
-        captured_into().iter().find(same).map_or(Owner::capture(device, id), |&(_, _, owner)| owner)
+    pub(crate) fn of_capture(device: Device, id: u64) -> Owner {
+        let same = |entry: &&(Kind, u64, Owner)| (entry.0, entry.1) == (device.kind(), id);
+        captured_into().iter().find(same).map_or(Owner::capture(device, id), |entry| entry.2)
     }
 
     /// The handles of nodes that have to be this owner's.
@@ -339,23 +338,25 @@ pub(crate) struct Label {
     pub(crate) tag: Option<Arc<dyn Any + Send + Sync>>,
 }
 
-/// Adds a host function to `graph` by `add`, which gets the node's parameters.
+/// Adds a host function to `graph` by `add`, which gets the node's parameters; `find` then says which node it is.
 ///
 /// # Safety
 /// As [`own`].
-pub(crate) unsafe fn add_host_code<F>(
+pub(crate) unsafe fn add_host_code<F, A>(
     driver: &Driver,
     graph: CUgraph,
     owner: Owner,
     f: F,
     label: Label,
-    add: impl FnOnce(CUDA_HOST_NODE_PARAMS) -> Result<CUgraphNode>,
+    add: impl FnOnce(CUDA_HOST_NODE_PARAMS) -> Result<A>,
+    find: impl FnOnce(A) -> Result<CUgraphNode>,
 ) -> Result<HostNode, Refused<F>>
 where
     F: Fn() + Send + Sync + 'static,
 {
     // A refused closure has to come back, though the object that was to own it may be destroyed by then, on a thread of
-    // the driver's. So the object gets it when nothing can fail any more, before anybody can launch the graph.
+    // the driver's, or be owned by a node that nobody can name. So the object gets it when nothing can fail any more,
+    // before anybody can launch the graph; without it the node does nothing.
     let slot = Arc::new(OnceLock::<F>::new());
     let inside = Arc::clone(&slot);
     let code = HostCode::boxed(move || inside.get().into_iter().for_each(|f| f()), label);
@@ -363,7 +364,7 @@ where
     let put = |data: *mut HostCode| add(CUDA_HOST_NODE_PARAMS { fn_: Some(run_host_code), userData: data.cast() });
     // SAFETY: the caller's promise.
     let added = unsafe { own(driver, graph, code, put) };
-    match added.and_then(|node| Node::of(driver, owner, node)) {
+    match added.and_then(find).and_then(|node| Node::of(driver, owner, node)) {
         Ok(node) => {
             drop(slot.set(f));
             Ok(HostNode { node, record })
@@ -379,6 +380,7 @@ enum Handle {
     Captured(CUgraph),
     /// Gone with a capture that broke.
     Gone,
+    Closed,
 }
 
 struct Inner {
@@ -388,6 +390,8 @@ struct Inner {
     handle: Mutex<Handle>,
     /// Host functions in graphs inside of this one.
     inside: Mutex<Vec<Weak<HostRecord>>>,
+    /// Of a clone: kept, since the driver looks nodes of it up.
+    original: Option<Graph>,
 }
 
 // SAFETY: a graph may be used from any thread, by one at a time, which the lock sees to.
@@ -399,13 +403,18 @@ impl Drop for Inner {
     fn drop(&mut self) {
         let handle = self.handle.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Handle::Alive(graph) = *handle {
-            let (device, graph) = (self.device, graph as usize);
-            reaper::release(device, move || {
-                // SAFETY: this was the owner. A failure means that the driver is gone, and the graph with it.
-                drop(unsafe { device.driver().cuGraphDestroy(graph as CUgraph) });
-            });
+            destroy(self.device, graph);
         }
     }
+}
+
+/// Destroys a graph that this was the owner of.
+fn destroy(device: Device, graph: CUgraph) {
+    let graph = graph as usize;
+    reaper::release(device, move || {
+        // SAFETY: nobody else has the handle. A failure means that the driver is gone, and the graph with it.
+        drop(unsafe { device.driver().cuGraphDestroy(graph as CUgraph) });
+    });
 }
 
 /// A graph (`CUgraph`): a template of work. A cheap, shared handle.
@@ -443,11 +452,16 @@ impl Captive {
         self.0.inner.owner
     }
 
+    /// The capture has this number.
+    pub(crate) fn named(&self, id: u64) {
+        captured_into().push((self.0.inner.device.kind(), id, self.owner()));
+    }
+
     /// The capture is over; `whole`: it ended well. The driver has destroyed the graph otherwise.
     pub(crate) fn release(self, whole: bool) -> Result<Graph> {
+        captured_into().retain(|entry| entry.2 != self.owner());
         let mut handle = self.0.lock();
         if let Handle::Captured(graph) = *handle {
-            captured_into().retain(|&(device, other, _)| (device, other) != (self.0.inner.device, graph as usize));
             *handle = if whole { Handle::Alive(graph) } else { Handle::Gone };
         }
         drop(handle);
@@ -506,8 +520,12 @@ impl Graph {
 
     /// Takes over a graph that nobody else owns.
     pub(crate) fn adopt(device: Device, graph: CUgraph, owner: Owner) -> Graph {
+        Graph::make(device, graph, owner, None)
+    }
+
+    fn make(device: Device, graph: CUgraph, owner: Owner, original: Option<Graph>) -> Graph {
         let handle = Mutex::new(Handle::Alive(graph));
-        Graph { inner: Arc::new(Inner { device, owner, handle, inside: Mutex::default() }) }
+        Graph { inner: Arc::new(Inner { device, owner, handle, inside: Mutex::default(), original }) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Handle> {
@@ -539,7 +557,6 @@ impl Graph {
         let graph = usable(&handle)?;
         begin(graph, &nodes)?;
         *handle = Handle::Captured(graph);
-        captured_into().push((self.inner.device, graph as usize, self.inner.owner));
         drop(handle);
         Ok(Captive(self.clone()))
     }
@@ -555,6 +572,21 @@ impl Graph {
     #[must_use]
     pub fn device(&self) -> Device {
         self.inner.device
+    }
+
+    /// Gives the graph up (`cuGraphDestroy`, later, on the background thread). Executables made from it go on.
+    ///
+    /// # Errors
+    /// [`Error::Capture`] while it is captured into.
+    pub fn close(&self) -> Result<()> {
+        let mut handle = self.lock();
+        match *handle {
+            Handle::Captured(_) => return usable(&handle).map(drop),
+            Handle::Alive(graph) => destroy(self.inner.device, graph),
+            Handle::Gone | Handle::Closed => {}
+        }
+        *handle = Handle::Closed;
+        Ok(())
     }
 
     /// Its handle (`CUgraph`), for other libraries. It is valid as long as this graph.
@@ -710,7 +742,7 @@ impl Graph {
                 };
                 let code = f.take().expect("this is called once");
                 // SAFETY: the graph exists.
-                let node = unsafe { add_host_code(driver, graph, self.inner.owner, code, label, add) };
+                let node = unsafe { add_host_code(driver, graph, self.inner.owner, code, label, add, Ok) };
                 node.map_err(|refused| {
                     f = Some(refused.returned);
                     refused.error
@@ -839,7 +871,7 @@ impl Graph {
             // SAFETY: writes one handle; graph and dependencies exist; the graph keeps the event.
             unsafe { driver.cuGraphAddEventRecordNode(node, graph, dependencies.as_ptr(), dependencies.len(), handle) }
         })?;
-        event.recorded(None);
+        event.recorded_at_launches();
         Ok(node)
     }
 
@@ -890,7 +922,7 @@ impl Graph {
             let mut clone: CUgraph = ptr::null_mut();
             // SAFETY: writes one handle; the graph exists.
             unsafe { driver.cuGraphClone(&raw mut clone, graph) }?;
-            let clone = Graph::adopt(self.inner.device, clone, Owner::fresh());
+            let clone = Graph::make(self.inner.device, clone, Owner::fresh(), Some(self.clone()));
             clone.inside().extend(self.inside().iter().cloned());
             Ok(clone)
         })
@@ -901,10 +933,16 @@ impl Graph {
     /// # Errors
     /// [`Error::InvalidValue`] when this is no clone of that graph.
     pub fn find_in_clone(&self, api: &Api<'_>, original: Node) -> Result<Node> {
+        let Some(graph) = &self.inner.original else {
+            return Err(Error::invalid("this graph is no clone"));
+        };
+        let original = graph.inner.owner.handle_of(original)?;
+        // The original has to exist for the driver to look it up.
+        graph.handle()?;
         self.with(api, |driver, clone| {
             let mut node: CUgraphNode = ptr::null_mut();
-            // SAFETY: writes one handle; the clone exists. The original is only looked up.
-            unsafe { driver.cuGraphNodeFindInClone(&raw mut node, original.handle as CUgraphNode, clone) }?;
+            // SAFETY: writes one handle; the clone and the original exist, which this keeps.
+            unsafe { driver.cuGraphNodeFindInClone(&raw mut node, original, clone) }?;
             Node::of(driver, self.inner.owner, node)
         })
     }
@@ -1006,13 +1044,14 @@ impl Graph {
 fn usable(handle: &Handle) -> Result<CUgraph> {
     match *handle {
         Handle::Alive(graph) => Ok(graph),
+        Handle::Closed => Err(Error::Closed { what: "Graph" }),
         Handle::Captured(_) => Err(Error::capture(
             Status::STREAM_CAPTURE_UNSUPPORTED,
             "the graph is being captured into: end the capture first, or use the capture",
         )),
         Handle::Gone => Err(Error::capture(
             Status::STREAM_CAPTURE_INVALIDATED,
-            "the graph is gone: a capture into it broke, and the driver destroyed it",
+            "the graph is gone: a capture into it ended badly, and the driver destroyed it",
         )),
     }
 }
@@ -1025,6 +1064,10 @@ fn host_record(driver: &Driver, node: Node) -> Option<Arc<HostRecord>> {
     let mut params = CUDA_HOST_NODE_PARAMS { fn_: None, userData: ptr::null_mut() };
     // SAFETY: the node exists; writes one structure.
     unsafe { driver.cuGraphHostNodeGetParams(node.handle as CUgraphNode, &raw mut params) }.ok()?;
+    let ours: unsafe extern "C" fn(*mut c_void) = run_host_code;
+    if params.fn_.map(|function| function as usize) != Some(ours as usize) {
+        return None;
+    }
     host_codes(|codes| codes.get(&(params.userData as usize)).and_then(Weak::upgrade))
 }
 
@@ -1175,7 +1218,9 @@ impl GraphExec {
                 if refused { Error::GraphUpdate { reason } } else { error }
             })
         })?;
-        *self.records() = records;
+        // Dropped after the lock is released: what they hold may run foreign code.
+        let before = std::mem::replace(&mut *self.records(), records);
+        drop(before);
         Ok(())
     }
 

@@ -8,7 +8,7 @@ use cudarc::driver::sys::{CUdevResource, CUdevResourceDesc, CUdevResourceType, C
 use crate::api::Api;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::reaper;
+use crate::reaper::{self, Relaxed};
 use crate::stream::Stream;
 
 /// The handle, which this owns.
@@ -64,6 +64,8 @@ impl GreenContext {
         const DEFAULT_STREAM: u32 = 1;
         let _bound = device.bind(api)?;
         let driver = device.driver();
+        // It is no part of anybody's capture, so it must not break one.
+        let _relaxed = Relaxed::enter(driver);
         let mut all = std::mem::MaybeUninit::<CUdevResource>::zeroed();
         let mut part = std::mem::MaybeUninit::<CUdevResource>::zeroed();
         let mut groups = 1_u32;

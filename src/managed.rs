@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::time::Duration;
 
-use bytemuck::AnyBitPattern;
+use bytemuck::Pod;
 
 use crate::api::Api;
 use crate::completion::Completion;
@@ -58,19 +58,26 @@ impl Stream {
     /// assert_eq!(sum.into_result(None)?, Ok(7 * 256));
     /// # Ok::<(), rstream::Error>(()) })??; Ok::<(), rstream::Error>(())
     /// ```
-    pub fn attach<T: AnyBitPattern>(&self, api: &Api<'_>, buffer: Buffer) -> Result<Attached<'_, T>> {
+    pub fn attach<T: Pod>(&self, api: &Api<'_>, buffer: Buffer) -> Result<Attached<'_, T>> {
         if !buffer.is_unique() {
             return Err(Error::invalid("memory to be attached has other handles, or work that uses it"));
         }
         if size_of::<T>() == 0 || !buffer.len().is_multiple_of(size_of::<T>()) {
             return Err(Error::invalid(format!("{} bytes as elements of {} each", buffer.len(), size_of::<T>())));
         }
+        if !buffer.ptr().is_multiple_of(align_of::<T>() as u64) {
+            return Err(Error::invalid(format!(
+                "memory at {:#x} for elements aligned to {}",
+                buffer.ptr(),
+                align_of::<T>()
+            )));
+        }
         self.attach_memory(api, &buffer, Attach::Single)?;
         Ok(Attached { stream: self, buffer, element: PhantomData })
     }
 }
 
-impl<T: AnyBitPattern> Attached<'_, T> {
+impl<T: Pod> Attached<'_, T> {
     /// The number of elements.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -184,12 +191,12 @@ impl<T: AnyBitPattern> Attached<'_, T> {
 /// # Safety
 /// Managed memory of whole elements that nobody else uses while the slice lives.
 #[allow(clippy::mut_from_ref, reason = "the buffer is a handle; the caller sees to it that there is one slice")]
-unsafe fn elements<T: AnyBitPattern>(buffer: &Buffer) -> &mut [T] {
+unsafe fn elements<T: Pod>(buffer: &Buffer) -> &mut [T] {
     debug_assert_eq!(buffer.kind(), BufferKind::Managed);
     if buffer.is_empty() {
         return &mut [];
     }
-    // SAFETY: the memory is host-accessible and lives as long as the buffer; the driver aligns it for every element; any
-    // bytes are a value of `T`. Nobody else uses it (the caller's promise).
+    // SAFETY: the memory is host-accessible and lives as long as the buffer; `attach` has checked that it is aligned; any
+    // bytes are a value of `T`, and none of `T` is without a value. Nobody else uses it (the caller's promise).
     unsafe { std::slice::from_raw_parts_mut(buffer.ptr() as *mut T, buffer.len() / size_of::<T>()) }
 }

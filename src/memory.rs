@@ -12,7 +12,7 @@ use crate::api::Api;
 use crate::device::Device;
 use crate::driver::{Driver, is_forked_child};
 use crate::error::{Error, Result, Status};
-use crate::event::RawEvent;
+use crate::event::{Outlook, RawEvent};
 use crate::reaper::{self, Relaxed};
 use crate::stream::Stream;
 
@@ -83,7 +83,7 @@ impl Class {
                 changed = self.attach_as_at_first(address);
             }
             // A block whose association cannot be changed belongs to a context that is lost.
-            let done = changed.as_ref().is_none_or(RawEvent::reached);
+            let done = changed.as_ref().is_none_or(|event| event.outlook() != Outlook::Pending);
             if done {
                 self.put_back(address);
                 changed.take().into_iter().for_each(|event| self.device.give_event_back(event));

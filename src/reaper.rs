@@ -18,7 +18,7 @@ use crate::capture::{CaptureMode, exchange_mode};
 use crate::completion::shield;
 use crate::device::Device;
 use crate::driver::{Driver, is_forked_child};
-use crate::event::RawEvent;
+use crate::event::{Outlook, RawEvent};
 
 /// The shortest and longest pause between two looks at the events of queued work.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(100), Duration::from_millis(2));
@@ -125,12 +125,19 @@ fn run() {
         }
         let mut progress = false;
         kept.retain(|_, queue| {
-            while queue.front().is_some_and(|front| front.event.reached()) {
+            while let Some(outlook) = queue.front().map(|front| front.event.outlook()) {
+                if outlook == Outlook::Pending {
+                    break;
+                }
                 progress = true;
-                let done = queue.pop_front().expect("just seen");
-                let device = done.event.device();
-                shield(|| drop(done.payload));
-                device.give_event_back(done.event);
+                let Kept { event, payload } = queue.pop_front().expect("just seen");
+                if outlook == Outlook::Lost {
+                    // Leaked, so that it is valid in any case.
+                    std::mem::forget(payload);
+                    continue;
+                }
+                shield(|| drop(payload));
+                event.device().give_event_back(event);
             }
             !queue.is_empty()
         });

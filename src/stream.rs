@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_uint};
 use std::hash::{Hash, Hasher};
 use std::ptr;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLockReadGuard, RwLockWriteGuard};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
@@ -81,9 +81,18 @@ impl Drop for RawStream {
     fn drop(&mut self) {
         if self.owned {
             let (device, handle) = (self.device, self.handle as usize);
-            reaper::release(device, move || {
-                // SAFETY: this was the owner. A failure means that the context is gone, and the stream with it.
-                drop(unsafe { device.driver().cuStreamDestroy_v2(handle as CUstream) });
+            reaper::release_when(device, move || {
+                let (driver, handle) = (device.driver(), handle as CUstream);
+                // A stream that was destroyed in the middle of a capture would break its end (measured).
+                // SAFETY: this was the owner, so the stream is alive. A failure means that the context is gone, and the
+                // stream with it.
+                unsafe {
+                    let busy = capture::status(driver, handle).is_ok_and(|status| status != CaptureStatus::None);
+                    if !busy {
+                        drop(driver.cuStreamDestroy_v2(handle));
+                    }
+                    !busy
+                }
             });
         }
     }
@@ -100,9 +109,6 @@ struct Inner {
     context: usize,
     green_context: Option<usize>,
     pending: Arc<Pending>,
-    /// Read while work is given to the stream, written while a capture of it begins or ends: work is either queued or
-    /// captured for sure, and what it uses is kept accordingly.
-    phase: RwLock<()>,
     raw: Mutex<Option<Arc<RawStream>>>,
 }
 
@@ -148,8 +154,10 @@ pub(crate) struct Ready<'a> {
     strand: u64,
     /// The capture that it takes part in, if that was asked for.
     capture: Option<capture::State>,
-    /// No capture begins or ends meanwhile. Held for one stream at a time.
-    _phase: Option<RwLockReadGuard<'a, ()>>,
+    /// Nothing else is captured meanwhile.
+    _capturing: Option<MutexGuard<'static, ()>>,
+    /// No capture begins or ends meanwhile.
+    _phase: Option<RwLockReadGuard<'static, ()>>,
     _bound: Bound<'a>,
 }
 
@@ -160,6 +168,25 @@ impl Ready<'_> {
 
     pub(crate) fn raw(&self) -> Arc<RawStream> {
         Arc::clone(&self.raw)
+    }
+
+    /// Asks for the capture that work goes to. The caller holds the phase.
+    fn look_for_capture(&mut self) -> Result<()> {
+        let driver = self.raw.device.driver();
+        // SAFETY: the stream is alive, and its context is current.
+        let capture = unsafe { capture::state(driver, self.raw.handle) }?;
+        match capture.status {
+            CaptureStatus::None => return Ok(()),
+            CaptureStatus::Active => self.capture = Some(capture),
+            CaptureStatus::Invalidated => {
+                return Err(Error::capture(
+                    Status::STREAM_CAPTURE_INVALIDATED,
+                    "the capture that the stream takes part in is broken: end or abandon it first",
+                ));
+            }
+        }
+        self._capturing = Some(driver.capturing.lock().unwrap_or_else(PoisonError::into_inner));
+        Ok(())
     }
 
     /// The capture that work goes to, from [`Stream::capturable`].
@@ -194,7 +221,11 @@ impl Ready<'_> {
             // SAFETY: event and stream are alive and of one context.
             unsafe { device.driver().cuEventRecord(event.handle(), self.raw.handle) }.map(|()| event)
         });
+        // SAFETY: the stream is alive, and its context is current.
+        let status = unsafe { capture::status(device.driver(), self.raw.handle) };
         match recorded {
+            // Another library has begun a capture just now: the event may be part of it, and must not be asked.
+            Ok(_) if status.is_ok_and(|status| status != CaptureStatus::None) => std::mem::forget(payload),
             Ok(event) => reaper::keep(self.strand, event, payload),
             Err(error) if error.status().ends_all_work() => drop(payload),
             // Without an event nobody learns when the work is done, and to wait for it here could be for ever: the
@@ -307,7 +338,6 @@ impl Stream {
                 context: context as usize,
                 green_context: (!green.is_null()).then_some(green as usize),
                 pending: Arc::default(),
-                phase: RwLock::new(()),
                 raw: Mutex::new(Some(Arc::new(raw))),
             }),
         })
@@ -340,46 +370,26 @@ impl Stream {
     }
 
     /// The stream, ready for what has no form in a capture: `act` says what, and `remedy` what to do instead.
-    pub(crate) fn ready<'a>(&'a self, api: &'a Api<'_>, act: &str, remedy: &str) -> Result<Ready<'a>> {
-        let ready = self.steady(api)?;
+    pub(crate) fn ready<'a>(&self, api: &'a Api<'_>, act: &str, remedy: &str) -> Result<Ready<'a>> {
+        let mut ready = self.alive(api)?;
+        ready._phase = Some(read_phase(self.inner.device));
         refuse_capture(ready.raw.device, ready.raw.handle, act, remedy)?;
         Ok(ready)
     }
 
     /// The stream, ready to be given work that becomes a node while it captures.
-    pub(crate) fn capturable<'a>(&'a self, api: &'a Api<'_>) -> Result<Ready<'a>> {
-        let mut ready = self.steady(api)?;
-        // SAFETY: the stream is alive, and its context is current.
-        let capture = unsafe { capture::state(ready.raw.device.driver(), ready.raw.handle) }?;
-        ready.capture = match capture.status {
-            CaptureStatus::None => None,
-            CaptureStatus::Active => Some(capture),
-            CaptureStatus::Invalidated => {
-                return Err(Error::capture(
-                    Status::STREAM_CAPTURE_INVALIDATED,
-                    "the capture that the stream takes part in is broken: end or abandon it first",
-                ));
-            }
-        };
+    pub(crate) fn capturable<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
+        let mut ready = self.alive(api)?;
+        ready._phase = Some(read_phase(self.inner.device));
+        ready.look_for_capture()?;
         Ok(ready)
-    }
-
-    /// The stream, with no capture beginning or ending.
-    fn steady<'a>(&'a self, api: &'a Api<'_>) -> Result<Ready<'a>> {
-        let phase = self.inner.phase.read().unwrap_or_else(PoisonError::into_inner);
-        Ok(Ready { _phase: Some(phase), ..self.alive(api)? })
-    }
-
-    /// Held while a capture begins or ends.
-    pub(crate) fn change_phase(&self) -> RwLockWriteGuard<'_, ()> {
-        self.inner.phase.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The stream, for calls that are allowed while it captures.
     pub(crate) fn alive<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
         let raw = self.raw()?;
         let bound = self.inner.device.bind(api)?;
-        Ok(Ready { raw, strand: self.strand(), capture: None, _phase: None, _bound: bound })
+        Ok(Ready { raw, strand: self.strand(), capture: None, _capturing: None, _phase: None, _bound: bound })
     }
 
     /// Its handle (`CUstream`), for other libraries. It is valid until the stream is closed and its last clone dropped.
@@ -502,9 +512,12 @@ impl Stream {
     pub fn wait_event(&self, api: &Api<'_>, event: &Event) -> Result<()> {
         self.refuse_other_driver(event.device(), "an event")?;
         let raw = event.raw()?;
-        let ready = self.capturable(api)?;
+        let record = event.record();
+        let mut ready = self.alive(api)?;
+        let _phase = Phase::take(self.inner.device, matches!(record, Record::Captured(_)));
+        ready.look_for_capture()?;
         let mine = ready.capture().map(|capture| capture.id);
-        match (mine, event.record()) {
+        match (mine, record) {
             (Some(_), Record::Ordinary) => {
                 return Err(Error::capture(
                     Status::STREAM_CAPTURE_ISOLATION,
@@ -540,7 +553,7 @@ impl Stream {
     }
 
     /// The stream, which has to be capturing.
-    fn external<'a>(&'a self, api: &'a Api<'_>) -> Result<Ready<'a>> {
+    fn external<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
         let ready = self.capturable(api)?;
         if ready.capture().is_none() {
             return Err(Error::capture(
@@ -559,29 +572,43 @@ impl Stream {
     /// the other cannot take part in; what the driver answers.
     pub fn wait_stream(&self, api: &Api<'_>, other: &Stream) -> Result<()> {
         self.refuse_other_driver(other.inner.device, "a stream")?;
-        let mine = self.capturable(api)?.capture().map(|capture| capture.id);
+        let device = other.inner.device;
+        let mut mine = self.alive(api)?;
+        let _phase = Phase::take(device, other.capture_status(api)? != CaptureStatus::None);
+        mine.look_for_capture()?;
         let event = {
-            let ready = other.capturable(api)?;
-            match (mine, ready.capture().map(|capture| capture.id)) {
-                (Some(_), None) => {
-                    return Err(Error::capture(
-                        Status::STREAM_CAPTURE_ISOLATION,
-                        "a stream that is capturing cannot wait for a stream outside of the capture: let that one wait \
-                         for this one first, which makes it take part",
-                    ));
+            // In its own scope, since the handle of a default stream means the one of the current context.
+            let mut theirs = other.alive(api)?;
+            if let Some(mine) = mine.capture() {
+                // SAFETY: the stream is alive, and its context is current.
+                let state = unsafe { capture::state(device.driver(), theirs.handle()) }?;
+                match state.status {
+                    CaptureStatus::Active if mine.id == state.id => {}
+                    CaptureStatus::None => {
+                        return Err(Error::capture(
+                            Status::STREAM_CAPTURE_ISOLATION,
+                            "a stream that is capturing cannot wait for a stream outside of the capture: let that one \
+                             wait for this one first, which makes it take part",
+                        ));
+                    }
+                    _ => return Err(merge()),
                 }
-                (Some(mine), Some(theirs)) if mine != theirs => return Err(merge()),
-                (None, Some(_)) if self.is_legacy_default() => return Err(legacy()),
-                _ => {}
+            } else {
+                theirs.look_for_capture()?;
+                if theirs.capture().is_some() && self.is_legacy_default() {
+                    return Err(legacy());
+                }
+                // Held until this stream has joined.
+                mine._capturing = theirs._capturing.take();
             }
-            let event = other.inner.device.take_event()?;
+            let event = device.take_event()?;
             // SAFETY: both handles are alive and of one context.
-            unsafe { other.inner.device.driver().cuEventRecord(event.handle(), ready.handle()) }?;
+            unsafe { device.driver().cuEventRecord(event.handle(), theirs.handle()) }?;
             event
         };
-        let waited = self.wait_raw(&self.alive(api)?, &event);
+        let waited = self.wait_raw(&mine, &event);
         // The wait keeps the record of this moment, so the event can be recorded anew.
-        other.inner.device.give_event_back(event);
+        device.give_event_back(event);
         waited
     }
 
@@ -605,10 +632,12 @@ impl Stream {
         self.refuse_other_device(event)?;
         let raw = event.raw()?;
         let ready = self.capturable(api)?;
+        // Said before it is so, since nobody may ask an event that is captured.
+        let before = event.recorded(ready.capture().map_or(Record::Ordinary, |capture| Record::Captured(capture.id)));
         // SAFETY: both handles are alive and of one context.
-        unsafe { self.inner.device.driver().cuEventRecord(raw.handle(), ready.handle()) }?;
-        event.recorded(ready.capture().map(|capture| capture.id));
-        Ok(())
+        unsafe { self.inner.device.driver().cuEventRecord(raw.handle(), ready.handle()) }.inspect_err(|_| {
+            event.recorded(before);
+        })
     }
 
     /// Captures a node that records `event` at each launch (`cuEventRecordWithFlags` with `CU_EVENT_RECORD_EXTERNAL`). The
@@ -624,7 +653,7 @@ impl Stream {
             // SAFETY: both handles are alive, the event as long as the graph.
             unsafe { driver.cuEventRecordWithFlags(handle, stream, EXTERNAL) }
         })?;
-        event.recorded(None);
+        event.recorded_at_launches();
         Ok(())
     }
 
@@ -639,18 +668,15 @@ impl Stream {
         };
         let capture = ready.capture().expect("it captures");
         let driver = self.inner.device.driver();
-        let owner = Owner::of_capture(self.inner.device, capture.id, capture.graph);
+        let owner = Owner::of_capture(self.inner.device, capture.id);
         let add = |params: CUDA_HOST_NODE_PARAMS| {
             // SAFETY: the stream is alive, and the graph keeps what the function uses.
-            unsafe { driver.cuLaunchHostFunc(ready.handle(), params.fn_, params.userData) }?;
-            // SAFETY: as above. What was captured last is what the next node depends on.
-            let state = unsafe { capture::state(driver, ready.handle()) }?;
-            state.nodes.last().copied().ok_or_else(|| {
-                Error::capture(Status::STREAM_CAPTURE_INVALIDATED, "the capture broke while this was added to it")
-            })
+            unsafe { driver.cuLaunchHostFunc(ready.handle(), params.fn_, params.userData) }
         };
+        // SAFETY: as above, and `ready` keeps others from capturing.
+        let find = |()| unsafe { capture::last_node(driver, ready.handle()) };
         // SAFETY: the graph of a capture that is going on exists.
-        unsafe { graph::add_host_code(driver, capture.graph, owner, f, label, add) }
+        unsafe { graph::add_host_code(driver, capture.graph, owner, f, label, add, find) }
     }
 
     /// Queues a callback: `f` runs once when all work before is done, with the status of that, also a bad one. Later
@@ -732,6 +758,35 @@ impl Stream {
     }
 }
 
+/// No stream enters or leaves a capture meanwhile, but by who has it to write.
+enum Phase {
+    Read(#[expect(dead_code, reason = "held")] RwLockReadGuard<'static, ()>),
+    Write(#[expect(dead_code, reason = "held")] RwLockWriteGuard<'static, ()>),
+}
+
+impl Phase {
+    /// `joins`: a stream may enter a capture.
+    fn take(device: Device, joins: bool) -> Phase {
+        if joins {
+            Phase::Write(device.driver().phase.write().unwrap_or_else(PoisonError::into_inner))
+        } else {
+            Phase::Read(read_phase(device))
+        }
+    }
+}
+
+fn read_phase(device: Device) -> RwLockReadGuard<'static, ()> {
+    device.driver().phase.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What is asked of a stream whose capture is over or broken.
+pub(crate) fn broken() -> Error {
+    Error::capture(
+        Status::STREAM_CAPTURE_INVALIDATED,
+        "the stream takes no part in the capture any more: it has ended, or broke and has to be ended",
+    )
+}
+
 fn merge() -> Error {
     Error::capture(
         Status::STREAM_CAPTURE_MERGE,
@@ -760,7 +815,7 @@ fn query(raw: &RawStream) -> Result<bool> {
 /// Refuses what would invalidate a capture of the stream. The question itself is harmless in every mode (measured).
 fn refuse_capture(device: Device, stream: CUstream, act: &str, remedy: &str) -> Result<()> {
     // SAFETY: the stream is alive, and its context is current.
-    match unsafe { capture::state(device.driver(), stream) }?.status {
+    match unsafe { capture::status(device.driver(), stream) }? {
         CaptureStatus::None => Ok(()),
         CaptureStatus::Active => Err(Error::capture(
             Status::STREAM_CAPTURE_UNSUPPORTED,

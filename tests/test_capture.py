@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import threading
 import weakref
@@ -13,6 +14,7 @@ from helpers import freed, run, until
 
 import rstream as rs
 
+STRESS = int(os.environ.get("RSTREAM_STRESS", "1"))
 MODES = ["global", "thread_local", "relaxed"]
 
 
@@ -673,3 +675,144 @@ def test_a_capture_of_cupy_is_noticed(device):
     graph.launch(stream=owner)
     owner.synchronize()
     assert seen == [1]
+
+
+@pytest.mark.soft_only
+def test_a_node_that_nobody_can_name_does_nothing(stream):
+    """The driver has taken it, but cannot say which node it is."""
+    failing = rs.testing.inject("cuStreamGetCaptureInfo_v3", 999, 3)
+    with stream.capture() as capture, failing, pytest.raises(rs.CudaError):
+        stream.launch_host_func(lambda: 1 / 0)
+    (node,) = capture.graph.nodes
+    run(capture.graph, stream)
+    assert node.errors == []
+
+
+def test_an_old_branch_does_not_reach_into_a_new_capture(stream, device):
+    with stream.capture() as old:
+        node = stream.launch_host_func(int)
+    with stream.capture() as new:
+        with pytest.raises(rs.CaptureError):
+            old.set_dependencies([node])
+        with pytest.raises(rs.InvalidValueError, match="another graph"):
+            new.set_dependencies([node])
+        assert new.status == "active"
+
+
+def test_an_external_record_does_not_make_a_captured_event_ordinary(stream, device):
+    event = rs.Event(device)
+    with stream.capture() as capture:
+        stream.record(event)
+        stream.record(event, external=True)
+        with pytest.raises(rs.CapturedEventError):
+            event.query()
+        assert capture.status == "active"
+
+
+def test_an_end_inside_a_callback_is_refused_and_harmless(stream, device):
+    with rs.Stream(device) as other, stream.capture(mode="relaxed") as capture:
+        for act in (capture.end, capture.abandon):
+            refused = other.launch_host_func(act).exception(30)
+            assert isinstance(refused, rs.NotPermittedError)
+        assert capture.status == "active"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_forked_child_leaves_the_capture_alone(program):
+    program(
+        """
+        import os, warnings
+        warnings.simplefilter("ignore", DeprecationWarning)
+        stream = rs.Stream()
+        for _ in range(20):
+            with stream.capture() as capture:
+                child = os.fork()
+                if child == 0:
+                    for act in (capture.end, capture.abandon):
+                        try:
+                            act()
+                            os._exit(1)
+                        except RuntimeError:
+                            pass
+                    del capture
+                    os._exit(0)
+                assert os.waitpid(child, 0)[1] == 0
+                assert capture.status == "active"
+        """
+    )
+
+
+def test_a_capture_mode_may_be_used_by_several_threads(device):
+    manager, inside, leave, errors = rs.capture_mode("relaxed", device), threading.Barrier(3), threading.Event(), []
+
+    def use():
+        try:
+            with manager:
+                inside.wait(30)
+                leave.wait(30)
+            assert rs._core._exchange_capture_mode(device, 0) == 0
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    inside.wait(30)
+    leave.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_streams_that_are_dropped_in_a_capture_do_not_break_it(stream, device):
+    with stream.capture() as capture:
+        for _ in range(20):
+            other = rs.Stream(device)
+            other.wait(stream)
+            other.launch_host_func(int)
+            stream.wait(other)
+            del other
+        gc.collect()
+    assert len(capture.graph.nodes) == 20
+
+
+def test_captures_and_other_work_of_many_threads(device):
+    """Several threads capture into one graph while it is asked, and others queue work as captures begin and end."""
+    errors, target = [], rs.pinned_empty(64, np.uint8, device)
+    origin, branches = rs.Stream(device), [rs.Stream(device) for _ in range(3)]
+    over = threading.Event()
+
+    def work(stream):
+        try:
+            while not over.is_set():
+                try:
+                    stream.fill(target, 1)
+                    stream.launch_host_func(int)
+                except rs.CaptureError:
+                    pass
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=[branch]) for branch in branches]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(max(1, 200 // STRESS)):
+            try:
+                with origin.capture(mode="relaxed") as capture:
+                    for branch in branches:
+                        branch.wait(origin)
+                        assert branch.capture_info.id == capture.id
+                        origin.wait(branch)
+                    assert capture.status == "active"
+                    assert capture.dependencies is not None
+            except rs.CaptureUnjoinedError:
+                continue
+            capture.graph.instantiate().launch(origin)
+    finally:
+        over.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    for each in (origin, *branches):
+        each.synchronize(60)

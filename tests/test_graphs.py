@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import threading
+import traceback
 import weakref
 from xml.etree import ElementTree
 
@@ -283,6 +284,79 @@ def test_handlers_hear_of_children_and_of_updates_until_the_executable_is_gone(s
     run(first, stream)
     assert [str(error) for error in lost.wait(1)] == ["first"]
     assert told == ["first", "second"]
+
+
+def test_a_handler_hears_of_each_exception_once(stream, device):
+    def bad():
+        raise ValueError("bad")
+
+    def make():
+        graph = rs.Graph(device)
+        graph.add_host_node(bad)
+        return graph
+
+    first, told = make(), []
+    exec = first.instantiate()
+    exec.on_error(lambda error: told.append("one"))
+    exec.on_error(lambda error: told.append("two"))
+    for _ in range(5):
+        exec.update(make())
+    exec.update(first)
+    exec.launch(stream)
+    stream.synchronize(30)
+    assert sorted(told) == ["one", "two"]
+
+
+def test_an_error_has_its_traceback_but_holds_no_frames(graph, stream):
+    payload = Payload()
+    reference = weakref.ref(payload.array)
+
+    def bad(kept):
+        array = kept.array
+        raise ValueError(array.size)
+
+    node = graph.add_host_node(bad, payload)
+    exec = graph.instantiate()
+    exec.on_error(lambda error: None)
+    exec.launch(stream)
+    stream.synchronize(30)
+    (error,) = node.errors
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert names[-1] == "bad"
+    del payload
+    exec.close()
+    graph.close()
+    assert freed(reference)
+
+
+def test_cycles_through_a_handler_are_collected(graph):
+    class Owner:
+        pass
+
+    owner = Owner()
+    owner.exec = graph.instantiate()
+    owner.exec.on_error(lambda error, owner=owner: None)
+    reference = weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert freed(reference)
+
+
+def test_a_graph_is_closed(device, stream):
+    ran = []
+    with rs.Graph(device) as graph:
+        graph.add_host_node(ran.append, 1)
+        exec = graph.instantiate()
+    graph.close()
+    for act in (lambda: graph.nodes, graph.instantiate, graph.clone, lambda: graph.handle):
+        with pytest.raises(rs.ClosedError):
+            act()
+    exec.launch(stream)
+    stream.synchronize(30)
+    assert ran == [1]
+    other = rs.Graph(device)
+    with stream.capture(graph=other), pytest.raises(rs.CaptureUnsupportedError, match="captured into"):
+        other.close()
 
 
 def test_an_exception_of_a_handler_is_reported(graph, stream, lost):

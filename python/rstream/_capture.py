@@ -42,16 +42,16 @@ class capture_mode:
             raise InvalidValueError(f"mode={mode!r}: expected 'global', 'thread_local' or 'relaxed'", 1)
         self._mode = _MODES.index(mode)
         self._device = _core.default_device() if device is None else _core.Device(device)
-        self._entered: list[tuple[int, int]] = []
+        self._local = threading.local()
 
     def __enter__(self) -> None:
         before = _core._exchange_capture_mode(self._device, self._mode)
-        self._entered.append((threading.get_ident(), before))
+        self._local.__dict__.setdefault("before", []).append(before)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        thread, before = self._entered.pop()
-        if thread != threading.get_ident():
+        entered: list[int] = self._local.__dict__.get("before", [])
+        if not entered:
             raise RuntimeError("capture_mode was entered on another thread, whose mode it is")
-        _core._exchange_capture_mode(self._device, before)
+        _core._exchange_capture_mode(self._device, entered.pop())

@@ -272,8 +272,8 @@ class Stream:
         lasts:
         those of this thread and of others (`"global"`), of this thread (`"thread_local"`), or none (`"relaxed"`). What
         rstream itself calls never does. With `graph`, nodes go into that graph, the first ones behind its nodes
-        `dependencies`; if the capture breaks, that graph is gone (`cuStreamBeginCapture`,
-        `cuStreamBeginCaptureToGraph`).
+        `dependencies`. Those that were captured before it is abandoned stay; if the capture breaks, or ends with work
+        that was not joined, that graph is gone (`cuStreamBeginCapture`, `cuStreamBeginCaptureToGraph`).
         """
 
     @property
@@ -500,7 +500,7 @@ class HostNode(Node):
 
     @property
     def errors(self) -> list[BaseException]:
-        """What its runs raised: the last 100."""
+        """What its runs raised: the last 100. The frames of their tracebacks are cleared, so that they hold nothing."""
 
 @final
 class Graph:
@@ -579,6 +579,18 @@ class Graph:
     def instantiate(self) -> GraphExec:
         """Make it executable (`cuGraphInstantiateWithFlags`). Raises `InvalidValueError` when it has a cycle."""
 
+    def close(self) -> None:
+        """Give it up (`cuGraphDestroy`, on a background thread). Executables made from it go on.
+
+        Needed when a function in it refers to the graph or an executable: the driver owns the function, so the garbage
+        collector cannot see such a cycle.
+        """
+
+    def __enter__(self) -> Graph: ...
+    def __exit__(
+        self,
+        *_exception: type[BaseException] | BaseException | TracebackType | None,
+    ) -> None: ...
     def _repr_svg_(self) -> str | None: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...

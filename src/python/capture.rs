@@ -6,14 +6,14 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use super::call;
 use super::errors::{PyResultExt as _, exception};
 use super::graph::{GraphPy, HostNodePy, NodePy, add_host_node, nodes_of};
 use super::stream::StreamPy;
+use super::{call, gate};
 use crate::capture::{self, CaptureMode, CaptureStatus, RawCapture, Update};
 use crate::driver::Driver;
 use crate::error::{Error, Status};
-use crate::graph::{Graph, Node};
+use crate::graph::{Graph, Node, Owner};
 use crate::stream::Stream;
 
 const MODES: [(&str, CaptureMode); 3] =
@@ -90,7 +90,13 @@ impl CapturePy {
         }
     }
 
+    /// Whether this thread may call, asked before the capture is taken out.
+    fn may_call(py: Python<'_>) -> PyResult<()> {
+        call(py, |_| Ok(()))
+    }
+
     fn finish(&self, py: Python<'_>) -> PyResult<GraphPy> {
+        CapturePy::may_call(py)?;
         let raw = self.take().py(py)?;
         let mut left = None;
         let ended = call(py, |api| {
@@ -108,10 +114,10 @@ impl CapturePy {
         ended.map(GraphPy)
     }
 
-    /// Whose the nodes of the capture are.
-    fn owner(&self) -> Result<crate::graph::Owner, Error> {
+    /// The number of the capture, and whose its nodes are.
+    fn owner(&self) -> Result<(u64, Owner), Error> {
         match &*self.lock() {
-            State::Active(raw) => Ok(raw.owner()),
+            State::Active(raw) => Ok((raw.id(), raw.owner())),
             _ => Err(Error::capture(Status::ILLEGAL_STATE, "this capture is not going on")),
         }
     }
@@ -150,6 +156,7 @@ impl CapturePy {
     }
 
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
+        CapturePy::may_call(py)?;
         let raw = self.take().py(py)?;
         call(py, move |_| {
             drop(raw);
@@ -240,6 +247,7 @@ impl CapturePy {
 /// Sets the capture mode of this thread, by its number, for the driver of a device. Returns the one before.
 #[pyfunction]
 pub(super) fn _exchange_capture_mode(py: Python<'_>, device: &super::device::DevicePy, mode: u32) -> PyResult<u32> {
+    gate::refuse_forked()?;
     let driver: &'static Driver = device.0.driver();
     // Without a token: the mode has to be restored in any state of the thread.
     py.detach(|| capture::exchange_mode(driver, mode)).py(py)

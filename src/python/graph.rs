@@ -1,8 +1,9 @@
 //! `rstream.Graph`, `GraphExec`, `Node` and `HostNode`.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::exceptions::PyTypeError;
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
@@ -299,6 +300,19 @@ impl GraphPy {
         call(py, |api| if self.0.nodes(api)?.len() <= MOST_NODES { self.0.to_svg(api).map(Some) } else { Ok(None) })
     }
 
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        call(py, |_| self.0.close())
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
     fn instantiate(&self, py: Python<'_>) -> PyResult<GraphExecPy> {
         let exec = call(py, |api| self.0.instantiate(api))?;
         Ok(GraphExecPy { exec, handlers: Mutex::default() })
@@ -320,10 +334,19 @@ pub(super) struct GraphExecPy {
 }
 
 impl GraphExecPy {
-    /// Lets the handlers hear of all host functions that the executable has now.
+    /// What is known about the host functions that the executable has now.
+    fn errors(&self) -> Vec<Arc<HostErrors>> {
+        self.exec.tags().into_iter().filter_map(|tag| tag.downcast::<HostErrors>().ok()).collect()
+    }
+
+    fn handlers(&self) -> MutexGuard<'_, Vec<Arc<Handler>>> {
+        self.handlers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets the handlers hear of all of them.
     fn tell_handlers(&self) {
-        let handlers = self.handlers.lock().unwrap_or_else(PoisonError::into_inner);
-        for errors in self.exec.tags().into_iter().filter_map(|tag| tag.downcast::<HostErrors>().ok()) {
+        let handlers = self.handlers();
+        for errors in self.errors() {
             handlers.iter().for_each(|handler| errors.tell(handler));
         }
     }
@@ -355,14 +378,18 @@ impl GraphExecPy {
     }
 
     fn update(&self, py: Python<'_>, graph: &GraphPy) -> PyResult<()> {
+        let before = self.errors();
         call(py, |api| self.exec.update(api, &graph.0))?;
+        for errors in before {
+            self.handlers().iter().for_each(|handler| errors.untell(handler));
+        }
         self.tell_handlers();
         Ok(())
     }
 
     fn on_error(&self, r#fn: &Bound<'_, PyAny>) -> PyResult<()> {
         let handler = Handler::new(r#fn)?;
-        self.handlers.lock().unwrap_or_else(PoisonError::into_inner).push(handler);
+        self.handlers().push(handler);
         self.tell_handlers();
         Ok(())
     }
@@ -378,6 +405,18 @@ impl GraphExecPy {
     #[pyo3(signature = (*_exception))]
     fn __exit__(&self, _exception: &Bound<'_, PyTuple>) {
         self.exec.close();
+    }
+
+    /// For the garbage collector: handlers are all that it can see.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        // Who holds the lock is using the object.
+        let Ok(handlers) = self.handlers.try_lock() else { return Ok(()) };
+        handlers.iter().try_for_each(|handler| handler.visit(&visit))
+    }
+
+    fn __clear__(&self) {
+        let handlers = std::mem::take(&mut *self.handlers());
+        drop(handlers);
     }
 
     fn __repr__(&self) -> String {

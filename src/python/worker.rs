@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use pyo3::exceptions::{PyBaseException, PyTypeError};
+use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
@@ -161,6 +162,10 @@ impl Call {
 pub(super) struct Handler(Buried<Py<PyAny>>);
 
 impl Handler {
+    pub(super) fn visit(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&*self.0)
+    }
+
     pub(super) fn new(function: &Bound<'_, PyAny>) -> PyResult<Arc<Handler>> {
         if !function.is_callable() {
             return Err(PyTypeError::new_err(format!("{} is not callable", function.repr()?)));
@@ -190,13 +195,21 @@ impl HostErrors {
 
     pub(super) fn tell(&self, handler: &Arc<Handler>) {
         let mut handlers = HostErrors::lock(&self.handlers);
-        handlers.retain(|handler| handler.strong_count() > 0);
-        handlers.push(Arc::downgrade(handler));
+        let new = Arc::downgrade(handler);
+        handlers.retain(|known| known.strong_count() > 0 && !known.ptr_eq(&new));
+        handlers.push(new);
+    }
+
+    /// The function is not in the handler's executable any more.
+    pub(super) fn untell(&self, handler: &Arc<Handler>) {
+        let gone = Arc::downgrade(handler);
+        HostErrors::lock(&self.handlers).retain(|known| !known.ptr_eq(&gone));
     }
 
     /// An exception is kept, and told to the handlers; without one, to `sys.unraisablehook`.
     fn failed(&self, py: Python<'_>, error: PyErr, function: &Bound<'_, PyAny>) {
-        let value = error.value(py).clone().into_any();
+        // With its traceback.
+        let value = error.into_value(py).into_bound(py).into_any();
         let dropped = {
             let mut raised = HostErrors::lock(&self.raised);
             raised.push(Buried::new(value.clone().unbind()));
@@ -205,7 +218,7 @@ impl HostErrors {
         drop_attached(py, dropped);
         let handlers: Vec<_> = HostErrors::lock(&self.handlers).iter().filter_map(Weak::upgrade).collect();
         if handlers.is_empty() {
-            return gate::report(py, error, Some(function));
+            gate::report(py, PyErr::from_value(value.clone()), Some(function));
         }
         for handler in handlers {
             let told = PyTuple::new(py, [&value]).and_then(|args| gate::call(handler.0.bind(py), &args, None));
@@ -214,6 +227,13 @@ impl HostErrors {
             }
             drop_attached(py, handler);
         }
+        // The frames of the traceback hold what the function worked with, and nobody would see to them here.
+        static CLEAR: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+        let cleared = value.getattr("__traceback__").and_then(|traceback| {
+            let args = PyTuple::new(py, [traceback])?;
+            gate::call(CLEAR.import(py, "traceback", "clear_frames")?, &args, None)
+        });
+        drop(cleared);
     }
 }
 
