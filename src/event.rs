@@ -187,7 +187,7 @@ impl Event {
             return Err(Error::capture(
                 Status::CAPTURED_EVENT,
                 "the event was last recorded in a capture, so it stands for work that never runs by itself, and asking \
-                 for it would break the capture: record it outside, or as an external event",
+                 for it would break the capture: record it outside, or use another event as an external one",
             ));
         }
         Ok(raw)

@@ -179,10 +179,7 @@ impl Ready<'_> {
             CaptureStatus::None => return Ok(()),
             CaptureStatus::Active => self.capture = Some(capture),
             CaptureStatus::Invalidated => {
-                return Err(Error::capture(
-                    Status::STREAM_CAPTURE_INVALIDATED,
-                    "the capture that the stream takes part in is broken: end or abandon it first",
-                ));
+                return Err(invalidated());
             }
         }
         self._capturing = Some(driver.capturing.lock().unwrap_or_else(PoisonError::into_inner));
@@ -591,7 +588,8 @@ impl Stream {
                              wait for this one first, which makes it take part",
                         ));
                     }
-                    _ => return Err(merge()),
+                    CaptureStatus::Active => return Err(merge()),
+                    CaptureStatus::Invalidated => return Err(invalidated()),
                 }
             } else {
                 theirs.look_for_capture()?;
@@ -777,6 +775,13 @@ impl Phase {
 
 fn read_phase(device: Device) -> RwLockReadGuard<'static, ()> {
     device.driver().phase.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn invalidated() -> Error {
+    Error::capture(
+        Status::STREAM_CAPTURE_INVALIDATED,
+        "the capture that the stream takes part in is broken: end or abandon it first",
+    )
 }
 
 /// What is asked of a stream whose capture is over or broken.

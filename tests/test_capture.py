@@ -699,14 +699,23 @@ def test_an_old_branch_does_not_reach_into_a_new_capture(stream, device):
         assert new.status == "active"
 
 
-def test_an_external_record_does_not_make_a_captured_event_ordinary(stream, device):
-    event = rs.Event(device)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_captured_event_stays_one_when_launches_will_record_it(stream, device, by_hand):
+    event, other = rs.Event(device), rs.Stream(device)
     with stream.capture() as capture:
         stream.record(event)
-        stream.record(event, external=True)
-        with pytest.raises(rs.CapturedEventError):
+        if by_hand:
+            rs.Graph(device).add_event_record_node(event)
+        else:
+            stream.record(event, external=True)
+        for ask in (event.query, event.synchronize, event.completion):
+            with pytest.raises(rs.CapturedEventError):
+                ask()
+        other.wait(event)
+        assert other.capture_status == capture.status == "active"
+        event.close()
+        with pytest.raises(rs.ClosedError):
             event.query()
-        assert capture.status == "active"
 
 
 def test_an_end_inside_a_callback_is_refused_and_harmless(stream, device):
