@@ -74,7 +74,7 @@ impl CaptureStatus {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CaptureInfo {
-    /// A number that no other capture of the process has.
+    /// Its number: that of its graph, which other captures have that go into the same graph, and no others.
     pub id: u64,
     /// The handle of the graph that is captured into (`CUgraph`). The driver owns it: it is gone when the capture breaks.
     pub graph: usize,
@@ -416,7 +416,7 @@ impl std::fmt::Debug for Branch<'_> {
 }
 
 impl<'s> Branch<'s> {
-    /// The number of the capture, which no other of the process has.
+    /// The number of the capture: see [`CaptureInfo::id`].
     #[must_use]
     pub fn id(&self) -> u64 {
         self.id

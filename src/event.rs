@@ -11,6 +11,7 @@ use crate::api::Api;
 use crate::completion::Completion;
 use crate::device::Device;
 use crate::error::{Error, Result, Status};
+use crate::graph::Sequence;
 use crate::reaper::{self, Relaxed};
 use crate::stream::{Stream, StreamOptions, poll_until_done};
 
@@ -107,8 +108,8 @@ impl Drop for RawEvent {
 pub(crate) enum Record {
     Never,
     Ordinary,
-    /// In the capture with this number: it stands for nodes, and asking for it would break the capture.
-    Captured(u64),
+    /// In this capture: it stands for nodes, and asking for it would break the capture.
+    Captured(Sequence),
 }
 
 struct Inner {

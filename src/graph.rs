@@ -32,11 +32,35 @@ use crate::stream::Stream;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Owner(u64);
 
-/// The captures into graphs that existed before: by driver and number, whose their nodes are.
-static CAPTURED_INTO: Mutex<Vec<(Kind, u64, Owner)>> = Mutex::new(Vec::new());
+/// A capture into a graph that existed before.
+struct Into {
+    kind: Kind,
+    id: u64,
+    owner: Owner,
+    serial: u64,
+}
 
-fn captured_into() -> MutexGuard<'static, Vec<(Kind, u64, Owner)>> {
+/// Those that are going on.
+static CAPTURED_INTO: Mutex<Vec<Into>> = Mutex::new(Vec::new());
+
+fn captured_into() -> MutexGuard<'static, Vec<Into>> {
     CAPTURED_INTO.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One capture: captures into one graph, one after the other, have one number (measured).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Sequence {
+    id: u64,
+    /// 0 of one that made its graph.
+    serial: u64,
+}
+
+impl Sequence {
+    /// The capture that goes on under the number `id`.
+    pub(crate) fn of(device: Device, id: u64) -> Sequence {
+        let same = |into: &&Into| (into.kind, into.id) == (device.kind(), id);
+        Sequence { id, serial: captured_into().iter().find(same).map_or(0, |into| into.serial) }
+    }
 }
 
 impl Owner {
@@ -52,8 +76,8 @@ impl Owner {
 
     /// As [`Owner::capture`], when it may go into a graph that existed before.
     pub(crate) fn of_capture(device: Device, id: u64) -> Owner {
-        let same = |entry: &&(Kind, u64, Owner)| (entry.0, entry.1) == (device.kind(), id);
-        captured_into().iter().find(same).map_or(Owner::capture(device, id), |entry| entry.2)
+        let same = |into: &&Into| (into.kind, into.id) == (device.kind(), id);
+        captured_into().iter().find(same).map_or(Owner::capture(device, id), |into| into.owner)
     }
 
     /// The handles of nodes that have to be this owner's.
@@ -454,12 +478,14 @@ impl Captive {
 
     /// The capture has this number.
     pub(crate) fn named(&self, id: u64) {
-        captured_into().push((self.0.inner.device.kind(), id, self.owner()));
+        static SERIAL: AtomicU64 = AtomicU64::new(1);
+        let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
+        captured_into().push(Into { kind: self.0.inner.device.kind(), id, owner: self.owner(), serial });
     }
 
     /// The capture is over; `whole`: it ended well. The driver has destroyed the graph otherwise.
     pub(crate) fn release(self, whole: bool) -> Result<Graph> {
-        captured_into().retain(|entry| entry.2 != self.owner());
+        captured_into().retain(|into| into.owner != self.owner());
         let mut handle = self.0.lock();
         if let Handle::Captured(graph) = *handle {
             *handle = if whole { Handle::Alive(graph) } else { Handle::Gone };

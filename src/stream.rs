@@ -19,7 +19,7 @@ use crate::device::{Bound, Device};
 use crate::driver::Driver;
 use crate::error::{Error, Refused, Result, Status};
 use crate::event::{Event, RawEvent, Record};
-use crate::graph::{self, HostNode, Label, Owner};
+use crate::graph::{self, HostNode, Label, Owner, Sequence};
 use crate::reaper::{self, Relaxed};
 
 /// How the host is told that a stream reached a point.
@@ -513,7 +513,7 @@ impl Stream {
         let mut ready = self.alive(api)?;
         let _phase = Phase::take(self.inner.device, matches!(record, Record::Captured(_)));
         ready.look_for_capture()?;
-        let mine = ready.capture().map(|capture| capture.id);
+        let mine = ready.capture().map(|capture| Sequence::of(self.inner.device, capture.id));
         match (mine, record) {
             (Some(_), Record::Ordinary) => {
                 return Err(Error::capture(
@@ -630,8 +630,9 @@ impl Stream {
         self.refuse_other_device(event)?;
         let raw = event.raw()?;
         let ready = self.capturable(api)?;
+        let captured = |capture: &capture::State| Record::Captured(Sequence::of(self.inner.device, capture.id));
         // Said before it is so, since nobody may ask an event that is captured.
-        let before = event.recorded(ready.capture().map_or(Record::Ordinary, |capture| Record::Captured(capture.id)));
+        let before = event.recorded(ready.capture().map_or(Record::Ordinary, captured));
         // SAFETY: both handles are alive and of one context.
         unsafe { self.inner.device.driver().cuEventRecord(raw.handle(), ready.handle()) }.inspect_err(|_| {
             event.recorded(before);

@@ -825,3 +825,15 @@ def test_captures_and_other_work_of_many_threads(device):
     assert errors == []
     for each in (origin, *branches):
         each.synchronize(60)
+
+
+def test_an_event_of_an_earlier_capture_into_the_graph_is_refused(stream, device):
+    graph, event = rs.Graph(device), rs.Event(device)
+    with stream.capture(graph=graph) as first:
+        stream.record(event)
+        number = first.id
+    with stream.capture(graph=graph) as second:
+        assert second.id == number
+        with pytest.raises(rs.CaptureMergeError):
+            stream.wait(event)
+        assert second.status == "active"

@@ -608,7 +608,7 @@ class Player:
             self.graphs.append(graph)
         stream.capture = self.begun[number] = capture
         assert capture.id is not None
-        assert capture.id not in [other.id for other in self.captures]
+        assert capture.id not in [other.id for other in self.captures if not other.over]
         self.captures.append(capture)
 
     def do_end(self, number: int) -> None:
@@ -655,6 +655,9 @@ class Player:
 
     def do_instantiate(self, ago: int) -> None:
         graph = self.pick(self.graphs, ago)
+        if self.held:
+            # The driver may wait for the device there (seen on an H200), as it does for memory.
+            raise Skipped
         exec_ = self.call(graph.real.instantiate, refusal=graph.refusal)
         if exec_ is not None:
             self.execs.append(Exec(exec_, list(graph.nodes)))
@@ -704,6 +707,8 @@ class Player:
             refusal = 910
         elif refusal is None and old != new:
             # Which of the differences matter is up to the driver.
+            raise Skipped
+        if self.held:
             raise Skipped
         self.call(exec_.real.update, graph.real, refusal=refusal)
         if refusal is None:

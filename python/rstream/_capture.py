@@ -17,8 +17,8 @@ _MODES: tuple[CaptureMode, ...] = ("global", "thread_local", "relaxed")
 class CaptureInfo(NamedTuple):
     """The capture that a stream takes part in (`cuStreamGetCaptureInfo`).
 
-    `id` is a number that no other capture of the process has, `graph` the handle (`CUgraph`) of the graph that is
-    captured into, which belongs to the driver until the capture ends, and `dependencies` are the nodes that the next
+    `id` is its number, which only captures into the same graph share, `graph` the handle (`CUgraph`) of the graph that
+    is captured into, which belongs to the driver until the capture ends, and `dependencies` are the nodes that the next
     one depends on.
     """
 

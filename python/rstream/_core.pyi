@@ -448,7 +448,7 @@ class Capture:
 
     @property
     def id(self) -> int | None:
-        """A number that no other capture of the process has; None when it is not going on."""
+        """Its number, that of its graph: captures into one graph share it. None when it is not going on."""
 
     @property
     def status(self) -> Literal["none", "active", "invalidated"]:

@@ -332,8 +332,8 @@ fn begin(handle: CUstream, mode: c_uint, into: Option<(CUgraph, Answer<Vec<usize
             (graph, nodes)
         }
     };
-    system.captures_begun += 1;
-    let id = system.captures_begun;
+    // A capture has the number of its graph (measured).
+    let id = system.graphs[&graph].id;
     let state = system.streams.get_mut(&stream).ok_or(INVALID_HANDLE)?;
     let mut member = Member::new(id, Vec::new());
     member.add(dependencies);

@@ -87,6 +87,7 @@ pub(crate) struct Node {
 /// A graph: a template, which nothing executes.
 #[derive(Default)]
 pub(crate) struct Graph {
+    pub(crate) id: u64,
     nodes: Vec<Node>,
     objects: Vec<Arc<UserObject>>,
     /// Of a clone: the node that each node of the original became.
@@ -150,7 +151,8 @@ pub(crate) struct Exec {
 impl System {
     pub(crate) fn new_graph(&mut self) -> usize {
         let handle = system::fresh_handle();
-        self.graphs.insert(handle, Graph::default());
+        self.graphs_made += 1;
+        self.graphs.insert(handle, Graph { id: self.graphs_made, ..Graph::default() });
         handle
     }
 

@@ -278,7 +278,7 @@ pub(crate) struct System {
     pub(crate) memory: BTreeMap<u64, Allocation>,
     /// The captures that are going on, by their ids.
     pub(crate) captures: BTreeMap<u64, Capture>,
-    pub(crate) captures_begun: u64,
+    pub(crate) graphs_made: u64,
     pub(crate) graphs: HashMap<usize, Graph>,
     /// The graph of each node.
     pub(crate) nodes: HashMap<usize, usize>,
