@@ -413,6 +413,8 @@ impl Stream {
             return Err(Error::invalid("memory cannot be attached to the legacy default stream alone"));
         }
         let ready = self.ready(api, "attach memory", "Attach it before the capture begins")?;
+        // On another stream it would break somebody's capture (measured).
+        let _relaxed = Relaxed::enter(self.device().driver());
         if buffer.is_empty() {
             return Ok(());
         }

@@ -25,6 +25,8 @@ const INVALIDATED: c_uint = 2;
 /// A capture that is going on.
 pub(crate) struct Capture {
     pub(crate) context: usize,
+    /// What the caller knows it by: the number of its graph, which other captures into that have too (measured).
+    number: u64,
     origin: u64,
     mode: c_uint,
     /// The thread that began it.
@@ -332,8 +334,9 @@ fn begin(handle: CUstream, mode: c_uint, into: Option<(CUgraph, Answer<Vec<usize
             (graph, nodes)
         }
     };
-    // A capture has the number of its graph (measured).
-    let id = system.graphs[&graph].id;
+    system.captures_begun += 1;
+    let id = system.captures_begun;
+    let number = system.graphs[&graph].id;
     let state = system.streams.get_mut(&stream).ok_or(INVALID_HANDLE)?;
     let mut member = Member::new(id, Vec::new());
     member.add(dependencies);
@@ -341,6 +344,7 @@ fn begin(handle: CUstream, mode: c_uint, into: Option<(CUgraph, Answer<Vec<usize
     let context = state.context;
     let capture = Capture {
         context,
+        number,
         origin: stream,
         mode,
         thread: this_thread(),
@@ -456,12 +460,12 @@ pub unsafe extern "C" fn cuStreamGetCaptureInfo_v3(
             return Ok(());
         }
         let capture = system.capture_of(id).expect("it is active");
-        let captured = system.captures[&capture].graph;
+        let (captured, number) = (system.captures[&capture].graph, system.captures[&capture].number);
         let member = system.streams.get_mut(&id).and_then(|state| state.member.as_mut()).expect("it is active");
         member.edges.resize(member.dependencies.len(), 0);
         // SAFETY: as above. The arrays stay where they are until the next call on the stream.
         unsafe {
-            put_if_asked(capture_id, capture);
+            put_if_asked(capture_id, number);
             put_if_asked(graph, captured as CUgraph);
             put_if_asked(nodes, member.dependencies.as_ptr().cast());
             put_if_asked(edges, member.edges.as_ptr().cast());

@@ -245,6 +245,12 @@ pub unsafe extern "C" fn cuStreamAttachMemAsync(stream: CUstream, ptr: u64, leng
                 return Err(INVALID_VALUE);
             }
         }
+        {
+            let mut system = system::lock();
+            if !system.is_member(id) {
+                system.unsafe_call()?;
+            }
+        }
         let to = if flags == SINGLE { id } else { 0 };
         system::submit(id, vec![Work::Attach { address: ptr, kind: flags, stream: to }])
     })

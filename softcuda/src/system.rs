@@ -276,8 +276,9 @@ pub(crate) struct System {
     pub(crate) handles: HashMap<usize, u64>,
     pub(crate) events: HashMap<usize, EventState>,
     pub(crate) memory: BTreeMap<u64, Allocation>,
-    /// The captures that are going on, by their ids.
+    /// The captures that are going on, by a number that none before had.
     pub(crate) captures: BTreeMap<u64, Capture>,
+    pub(crate) captures_begun: u64,
     pub(crate) graphs_made: u64,
     pub(crate) graphs: HashMap<usize, Graph>,
     /// The graph of each node.
