@@ -21,9 +21,19 @@ use crate::completion::{Outcome, Promise, shield};
 use crate::device::Device;
 use crate::error::{Error, Result, Status};
 use crate::executor::CONTINUATIONS;
+use crate::lane::{Due, Lane};
+use crate::stream::RawStream;
 
 /// What is to be done when a stream reaches a point. Consumed by value, so it cannot be done twice.
 pub(crate) trait HostCode: Send + 'static {
+    /// Whether the stream waits for it.
+    const ORDERED: bool;
+
+    /// Whether it enters the interpreter on the thread that runs it.
+    fn enters_python() -> bool {
+        false
+    }
+
     /// What it is to a stream that cannot take it while it captures, and what to do instead.
     const ACT: &'static str;
     const REMEDY: &'static str;
@@ -112,8 +122,13 @@ where
     F: FnOnce(Status) -> T + Send + 'static,
     T: Send + 'static,
 {
+    const ORDERED: bool = true;
     const ACT: &'static str = "take a callback";
     const REMEDY: &'static str = "Capture a host function, which runs once for each launch";
+
+    fn enters_python() -> bool {
+        is_pythons::<T>()
+    }
 
     fn reached(self, status: Status, ticket: Ticket) {
         let Callback { f, promise } = self;
@@ -133,8 +148,13 @@ where
     F: FnOnce() -> T + Send + 'static,
     T: Send + 'static,
 {
+    const ORDERED: bool = true;
     const ACT: &'static str = "take a function that runs once";
     const REMEDY: &'static str = "Capture a host function, which runs once for each launch";
+
+    fn enters_python() -> bool {
+        is_pythons::<T>()
+    }
 
     fn reached(self, status: Status, ticket: Ticket) {
         let HostFunction { f, promise } = self;
@@ -161,6 +181,7 @@ where
     F: FnOnce(&Api<'_>) -> T + Send + 'static,
     T: Send + 'static,
 {
+    const ORDERED: bool = false;
     const ACT: &'static str = "take a continuation";
     const REMEDY: &'static str = "Queue it behind a launch of the graph";
 
@@ -185,6 +206,7 @@ pub(crate) struct Notice {
 }
 
 impl HostCode for Notice {
+    const ORDERED: bool = false;
     const ACT: &'static str = "say when it is reached";
     const REMEDY: &'static str = "Ask behind a launch of the graph";
 
@@ -203,10 +225,66 @@ fn fail<T>(promise: Promise<T>, ticket: Ticket, error: Error) {
     promise.resolve(Err(error));
 }
 
-/// What the driver carries: one allocation for each piece of host code.
-struct Packet<C> {
+/// What the driver or a lane carries: one allocation for each piece of host code.
+pub(crate) struct Packet<C> {
     code: C,
     ticket: Ticket,
+}
+
+impl<C: HostCode> Due for Packet<C> {
+    fn reached(self: Box<Self>, status: Status) {
+        let Packet { code, ticket } = *self;
+        code.reached(status, ticket);
+    }
+}
+
+/// Whether a result is that of a Python callable.
+fn is_pythons<T: 'static>() -> bool {
+    #[cfg(feature = "python")]
+    return std::any::TypeId::of::<T>() == std::any::TypeId::of::<crate::python::Outcome>();
+    #[cfg(not(feature = "python"))]
+    false
+}
+
+/// Queues `code` by the memory signal: see [`crate::lane`]. As [`enqueue`] otherwise.
+pub(crate) fn enqueue_on_lane<C: HostCode>(
+    lane: &Arc<Lane>,
+    device: Device,
+    stream: &Arc<RawStream>,
+    pending: &Arc<Pending>,
+    code: C,
+) -> Result<(), (Error, C)> {
+    let packet = Box::new(Packet { code, ticket: Ticket::new(pending) });
+    match lane.enqueue(stream, packet) {
+        Ok(()) => {
+            ACCEPTED.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        }
+        Err((Some(error), packet)) => Err((error, packet.code)),
+        // The stream must not wait on memory now: the driver's callback does it, behind what is due in the lane.
+        Err((None, packet)) => {
+            let Packet { code, ticket } = *packet;
+            let behind = Behind { lane: Arc::clone(lane), code };
+            enqueue_ticket(device, stream.handle(), ticket, behind).map_err(|(error, behind)| (error, behind.code))
+        }
+    }
+}
+
+/// Host code that runs behind what is due in a lane.
+struct Behind<C> {
+    lane: Arc<Lane>,
+    code: C,
+}
+
+impl<C: HostCode> HostCode for Behind<C> {
+    const ORDERED: bool = C::ORDERED;
+    const ACT: &'static str = C::ACT;
+    const REMEDY: &'static str = C::REMEDY;
+
+    fn reached(self, status: Status, ticket: Ticket) {
+        self.lane.run_due_before();
+        self.code.reached(status, ticket);
+    }
 }
 
 /// Queues `code` on `stream` (`cuStreamAddCallback`). Gives it back, untouched, when the driver refuses.
@@ -218,7 +296,11 @@ pub(crate) fn enqueue<C: HostCode>(
     pending: &Arc<Pending>,
     code: C,
 ) -> Result<(), (Error, C)> {
-    let packet = Box::into_raw(Box::new(Packet { code, ticket: Ticket::new(pending) }));
+    enqueue_ticket(device, stream, Ticket::new(pending), code)
+}
+
+fn enqueue_ticket<C: HostCode>(device: Device, stream: CUstream, ticket: Ticket, code: C) -> Result<(), (Error, C)> {
+    let packet = Box::into_raw(Box::new(Packet { code, ticket }));
     // SAFETY: the stream is alive (the caller's promise). `trampoline::<C>` expects a `Box<Packet<C>>`, which this is,
     // and the driver calls it exactly once if it accepts, also after a fault and after the stream was destroyed
     // (measured).

@@ -270,6 +270,13 @@ impl Device {
         Ok(known)
     }
 
+    /// Whether streams can signal by memory, and the promises for managed memory in callbacks hold then too.
+    pub(crate) fn has_memory_signal(self) -> Result<bool> {
+        let operations = Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS as u32;
+        let concurrent = Attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS as u32;
+        Ok(self.0.attribute(operations)? != 0 && self.0.attribute(concurrent)? != 0)
+    }
+
     /// Free and total memory in bytes (`cuMemGetInfo`).
     ///
     /// # Errors

@@ -118,7 +118,7 @@ impl GreenContext {
         unsafe {
             device.driver().cuGreenCtxStreamCreate(&raw mut stream, self.raw.handle, NON_BLOCKING, priority)?;
         }
-        Stream::own(device, stream, Box::new(Arc::clone(&self.raw)))
+        Stream::own(api, device, stream, Box::new(Arc::clone(&self.raw)))
     }
 
     /// Its device.

@@ -20,6 +20,7 @@ use crate::driver::Driver;
 use crate::error::{Error, Refused, Result, Status};
 use crate::event::{Event, RawEvent, Record};
 use crate::graph::{self, HostNode, Label, Owner, Sequence};
+use crate::lane::Lane;
 use crate::reaper::{self, Relaxed};
 
 /// How the host is told that a stream reached a point.
@@ -29,6 +30,9 @@ pub enum Signal {
     /// The best that the device and this version have.
     #[default]
     Auto,
+    /// A number that the stream writes into memory, seen by a thread that polls, and a wait on memory for what it has to
+    /// wait for (`cuStreamBatchMemOp`). The quickest; see [`crate::poller`] for its cost.
+    Memory,
     /// The driver's own callbacks (`cuStreamAddCallback`).
     Driver,
 }
@@ -109,6 +113,8 @@ struct Inner {
     context: usize,
     green_context: Option<usize>,
     pending: Arc<Pending>,
+    /// Of the memory signal.
+    lane: Option<Arc<Lane>>,
     raw: Mutex<Option<Arc<RawStream>>>,
 }
 
@@ -248,7 +254,7 @@ impl Stream {
                 options.priority,
             )
         }?;
-        Stream::describe(RawStream { device, handle, owned: true, thread: None, _keep: None })
+        Stream::describe(api, RawStream { device, handle, owned: true, thread: None, _keep: None }, options.signal)
     }
 
     /// The legacy default stream of the device (`CU_STREAM_LEGACY`, also called the NULL stream). Work in it waits for
@@ -290,11 +296,12 @@ impl Stream {
     fn adopt(api: &Api<'_>, device: Device, handle: usize, keep: Option<Box<dyn Any + Send + Sync>>) -> Result<Stream> {
         let _bound = device.bind(api)?;
         let thread = (handle == PER_THREAD).then(|| thread::current().id());
-        Stream::describe(RawStream { device, handle: handle as CUstream, owned: false, thread, _keep: keep })
+        let raw = RawStream { device, handle: handle as CUstream, owned: false, thread, _keep: keep };
+        Stream::describe(api, raw, Signal::Auto)
     }
 
     /// Asks the driver once for what the stream is. The context is current.
-    fn describe(raw: RawStream) -> Result<Stream> {
+    fn describe(api: &Api<'_>, raw: RawStream, signal: Signal) -> Result<Stream> {
         let RawStream { device, handle, owned, .. } = raw;
         if !owned {
             refuse_capture(device, handle, "be adopted", "Adopt it before the capture begins")?;
@@ -325,9 +332,12 @@ impl Stream {
                 device.context_handle()
             )));
         }
+        let by_memory = signal.by_memory(device, handle as usize)?;
+        let lane = if by_memory { Some(Lane::of(api, device, strand(device, id))?) } else { None };
         Ok(Stream {
             inner: Arc::new(Inner {
                 device,
+                lane,
                 address: handle as usize,
                 id,
                 non_blocking: flags & 1 != 0,
@@ -341,8 +351,14 @@ impl Stream {
     }
 
     /// A stream of a green context, which `keep` holds. The primary context of the device is current.
-    pub(crate) fn own(device: Device, handle: CUstream, keep: Box<dyn Any + Send + Sync>) -> Result<Stream> {
-        Stream::describe(RawStream { device, handle, owned: true, thread: None, _keep: Some(keep) })
+    pub(crate) fn own(
+        api: &Api<'_>,
+        device: Device,
+        handle: CUstream,
+        keep: Box<dyn Any + Send + Sync>,
+    ) -> Result<Stream> {
+        let raw = RawStream { device, handle, owned: true, thread: None, _keep: Some(keep) };
+        Stream::describe(api, raw, Signal::Auto)
     }
 
     /// Whether this is the legacy default stream, by its handle.
@@ -352,7 +368,7 @@ impl Stream {
 
     /// The id, told apart from those of the other driver.
     fn strand(&self) -> u64 {
-        self.inner.id | u64::from(self.inner.device.is_software()) << 60
+        strand(self.inner.device, self.inner.id)
     }
 
     fn raw(&self) -> Result<Arc<RawStream>> {
@@ -440,7 +456,7 @@ impl Stream {
     /// How the host is told: never [`Signal::Auto`].
     #[must_use]
     pub fn signal(&self) -> Signal {
-        Signal::Driver
+        if self.inner.lane.is_some() { Signal::Memory } else { Signal::Driver }
     }
 
     /// How many pieces of host code were queued through this handle and its clones and are not resolved yet.
@@ -751,7 +767,10 @@ impl Stream {
 
     fn enqueue<C: HostCode>(&self, api: &Api<'_>, code: C) -> Result<(), (Error, C)> {
         match self.ready(api, C::ACT, C::REMEDY) {
-            Ok(ready) => callback::enqueue(self.inner.device, ready.handle(), &self.inner.pending, code),
+            Ok(ready) => match &self.inner.lane {
+                Some(lane) => callback::enqueue_on_lane(lane, self.inner.device, &ready.raw, &self.inner.pending, code),
+                None => callback::enqueue(self.inner.device, ready.handle(), &self.inner.pending, code),
+            },
             Err(error) => Err((error, code)),
         }
     }
@@ -807,7 +826,43 @@ fn legacy() -> Error {
     )
 }
 
-fn query(raw: &RawStream) -> Result<bool> {
+/// The id of a stream, told apart from those of the other driver.
+fn strand(device: Device, id: u64) -> u64 {
+    id | u64::from(device.is_software()) << 60
+}
+
+/// The environment variable that says what [`Signal::Auto`] is: `memory` or `driver`.
+pub const SIGNAL_VARIABLE: &str = "RSTREAM_SIGNAL";
+
+impl Signal {
+    /// Whether a stream is to use the memory signal.
+    fn by_memory(self, device: Device, handle: usize) -> Result<bool> {
+        let asked = match self {
+            Signal::Driver => return Ok(false),
+            Signal::Memory => true,
+            Signal::Auto => match std::env::var(SIGNAL_VARIABLE).as_deref() {
+                Ok("memory") => false,
+                Ok("driver") | Err(_) => return Ok(false),
+                Ok(other) => {
+                    return Err(Error::invalid(format!("{SIGNAL_VARIABLE}={other}: expected memory or driver")));
+                }
+            },
+        };
+        let lacks = if handle <= PER_THREAD {
+            "a default stream"
+        } else if !device.has_memory_signal()? {
+            "a device without 64-bit stream memory operations or concurrent managed access"
+        } else {
+            return Ok(true);
+        };
+        if asked {
+            return Err(Error::NotSupported { what: format!("{lacks} has no memory signal: use the driver's") });
+        }
+        Ok(false)
+    }
+}
+
+pub(crate) fn query(raw: &RawStream) -> Result<bool> {
     // A question is no part of anybody's capture, so it must not break one.
     let _relaxed = Relaxed::enter(raw.device.driver());
     // SAFETY: the handle is alive as long as this is.

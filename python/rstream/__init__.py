@@ -30,7 +30,9 @@ from rstream._core import (
     StreamAttributes,
     default_device,
     devices,
+    set_wait_policy,
     stats,
+    wait_policy,
 )
 from rstream._errors import (
     CapturedEventError,
@@ -113,9 +115,11 @@ __all__ = [
     "devices",
     "managed_empty",
     "pinned_empty",
+    "set_wait_policy",
     "stats",
     "testing",
     "wait",
+    "wait_policy",
 ]
 
 
@@ -127,6 +131,9 @@ def _exit() -> None:
         seconds = 1.0
     _core._at_exit(seconds)
 
+
+if "RSTREAM_WAIT_POLICY" in os.environ:
+    set_wait_policy(os.environ["RSTREAM_WAIT_POLICY"])  # type: ignore[arg-type]
 
 atexit.register(_exit)
 if hasattr(os, "register_at_fork"):

@@ -44,9 +44,11 @@ __all__ = [
     "hold",
     "inject",
     "pointer_info",
+    "set_wait_policy",
     "spin",
     "stats",
     "status_text",
+    "wait_policy",
 ]
 
 __version__: Final[str]
@@ -206,7 +208,7 @@ class Stream:
         """The handle of its green context, if it is of one (`cuStreamGetCtx_v2`)."""
 
     @property
-    def signal(self) -> Literal["auto", "driver"]:
+    def signal(self) -> Literal["memory", "driver"]:
         """How the host is told that a point was reached; never `"auto"`."""
 
     @property
@@ -847,6 +849,17 @@ class Injection:
         self,
         *_exception: type[BaseException] | BaseException | TracebackType | None,
     ) -> None: ...
+
+def set_wait_policy(policy: Literal["adaptive", "spin", "sleep"]) -> None:
+    """Set how the thread that polls for the memory signal waits, for the whole process.
+
+    `"adaptive"` spins for 50 us, then sleeps for an eighth of the time waited so far, at most 1 ms; `"spin"` spins, which
+    takes a core while host code is queued; `"sleep"` never spins. With nothing queued it sleeps under each. The
+    environment variable `RSTREAM_WAIT_POLICY` sets it for a process. Raises `InvalidValueError` for another.
+    """
+
+def wait_policy() -> Literal["adaptive", "spin", "sleep"]:
+    """How that thread waits: see `set_wait_policy`."""
 
 def stats() -> dict[str, int]:
     """Counters of the process: host code that was `accepted`, has `run`, has `failed` or was `cancelled`."""

@@ -25,7 +25,9 @@ use pyo3::types::PyDict;
 
 use crate::api::Api;
 use crate::error::{Error, Result};
+use crate::poller::{self, WaitPolicy};
 use errors::PyResultExt as _;
+pub(crate) use worker::Outcome;
 
 /// Calls the driver: with the GIL released, and with a token for this thread.
 fn call<T: Send>(py: Python<'_>, f: impl FnOnce(&Api<'_>) -> Result<T> + Send) -> PyResult<T> {
@@ -80,6 +82,12 @@ mod _core {
     #[allow(non_upper_case_globals, reason = "the name is Python's")]
     const __version__: &str = env!("CARGO_PKG_VERSION");
 
+    #[pymodule_init]
+    fn init(_module: &super::Bound<'_, super::PyModule>) -> super::PyResult<()> {
+        crate::poller::set_batch(super::worker::batch);
+        Ok(())
+    }
+
     #[pymodule_export]
     use super::attributes::StreamAttributesPy;
     #[pymodule_export]
@@ -106,6 +114,29 @@ mod _core {
     use super::stream::StreamPy;
     #[pymodule_export]
     use super::testing::{HoldPy, InjectionPy, fault, hold, inject, spin};
+    #[pymodule_export]
+    use super::{set_wait_policy, wait_policy};
+}
+
+const POLICIES: [(&str, WaitPolicy); 3] =
+    [("adaptive", WaitPolicy::Adaptive), ("spin", WaitPolicy::Spin), ("sleep", WaitPolicy::Sleep)];
+
+/// How rstream's polling thread waits.
+#[pyfunction]
+fn set_wait_policy(py: Python<'_>, policy: &str) -> PyResult<()> {
+    let Some((_, policy)) = POLICIES.iter().find(|(name, _)| *name == policy) else {
+        let what = format!("policy={policy:?}: expected \"adaptive\", \"spin\" or \"sleep\"");
+        return Err(errors::exception(py, &Error::invalid(what)));
+    };
+    poller::set_wait_policy(*policy);
+    Ok(())
+}
+
+/// See `set_wait_policy`.
+#[pyfunction]
+fn wait_policy() -> &'static str {
+    let now = poller::wait_policy();
+    POLICIES.iter().find(|(_, policy)| *policy == now).map_or("adaptive", |(name, _)| name)
 }
 
 /// Name, description and stickiness of a code.

@@ -90,9 +90,7 @@ impl StreamPy {
         let signal = match signal {
             "auto" => Ok(Signal::Auto),
             "driver" => Ok(Signal::Driver),
-            "memory" => Err(Error::NotSupported {
-                what: "signal=\"memory\" is not available in this version: use \"auto\" or \"driver\"".into(),
-            }),
+            "memory" => Ok(Signal::Memory),
             other => Err(Error::invalid(format!("signal={other:?}: expected \"auto\", \"memory\" or \"driver\""))),
         }
         .py(py)?;
@@ -175,6 +173,7 @@ impl StreamPy {
     fn signal(&self) -> &'static str {
         match self.0.signal() {
             Signal::Auto => "auto",
+            Signal::Memory => "memory",
             Signal::Driver => "driver",
         }
     }

@@ -18,6 +18,7 @@ use crate::api::callback_scope;
 use crate::device::Device;
 use crate::error::Status;
 use crate::executor::CALLBACKS;
+use crate::poller::is_poller;
 
 static RAISED: AtomicU64 = AtomicU64::new(0);
 
@@ -27,12 +28,19 @@ pub(super) fn raised() -> u64 {
 }
 
 /// What became of a callable.
-pub(super) enum Outcome {
+pub(crate) enum Outcome {
     Returned(Py<PyAny>),
     /// The exception, as an object: to copy it is to count a reference, which runs no Python code.
     Raised(Py<PyBaseException>),
     /// The interpreter is going, so it was not called.
     Shutdown,
+}
+
+/// Runs several pieces of Python host code under one entry into the interpreter; without one when it is going.
+pub(super) fn batch(all: &mut dyn FnMut()) {
+    if gate::enter(|_| all()).is_none() {
+        all();
+    }
 }
 
 /// A callable with its arguments.
@@ -120,8 +128,11 @@ impl Job {
         self.run(None)
     }
 
-    /// As `run`, as a callback of `device`, on whose callback thread this is called.
+    /// As `run`, as a callback of `device`. On a thread that polls, here; on the driver's callback thread, by a worker.
     pub(super) fn run_ordered(self, device: Device, status: Option<Status>) -> Outcome {
+        if is_poller() {
+            return self.run(status);
+        }
         run_ordered(device, move || self.run(status)).unwrap_or(Outcome::Shutdown)
     }
 }

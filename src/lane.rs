@@ -1,0 +1,432 @@
+//! Lanes: the memory signal. A stream writes a number into pinned memory where host code is due, and, if it has to wait for
+//! it, waits on a second word until that has been acknowledged. The threads that watch are the [`crate::poller`]'s.
+//!
+//! A lane belongs to a stream's id, not to its handle. Its words are never freed, and numbers only grow, so that a word
+//! may serve another stream later: what an old wait asks for is true for good.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Instant;
+
+use cudarc::driver::sys::{CUstreamBatchMemOpParams, CUstreamWaitValue_flags};
+
+use crate::api::{Api, callback_scope};
+use crate::callback::{HostCode, Packet};
+use crate::capture::{self, CaptureStatus};
+use crate::completion::shield;
+use crate::device::Device;
+use crate::error::{Error, Result, Status};
+use crate::memory::Buffer;
+use crate::poller;
+use crate::reaper::Relaxed;
+use crate::stream::{RawStream, query};
+
+/// How many streams of a device wait on memory at the same time, at most. Beyond that the driver's callback is used: every
+/// stream that waits takes one of the hardware's channels, and when all are taken other streams stall (measured).
+pub(crate) fn most_waiting() -> usize {
+    static MOST: std::sync::OnceLock<usize> = std::sync::OnceLock::new();
+    *MOST.get_or_init(|| {
+        let connections = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().and_then(|text| text.parse().ok());
+        connections.unwrap_or(8_usize).clamp(1, 32).saturating_sub(2).max(1)
+    })
+}
+
+/// What a lane does when it is due.
+pub(crate) trait Due: Send {
+    fn reached(self: Box<Self>, status: Status);
+}
+
+struct Item {
+    number: u64,
+    code: Box<dyn Due>,
+    /// The stream waits for it.
+    ordered: bool,
+    /// It enters the interpreter, so that several of them are run under one entry.
+    python: bool,
+}
+
+/// Two words in pinned memory, on cache lines of their own.
+struct Words {
+    /// Keeps the memory.
+    slab: Buffer,
+    offset: u64,
+    /// The last number that was given out.
+    last: u64,
+}
+
+impl Words {
+    const LINE: u64 = 128;
+    const EACH: u64 = 2 * Words::LINE;
+    const SLAB: usize = 64 * 1024;
+
+    fn flag_address(&self) -> u64 {
+        self.slab.ptr() + self.offset
+    }
+
+    fn ack_address(&self) -> u64 {
+        self.flag_address() + Words::LINE
+    }
+
+    fn word(&self, address: u64) -> &AtomicU64 {
+        // SAFETY: the slab is pinned memory that lives as long as `self`; the address is one of the two above, inside of
+        // it and aligned. Host and device only use it by whole words.
+        unsafe { AtomicU64::from_ptr(address as *mut u64) }
+    }
+
+    fn flag(&self) -> &AtomicU64 {
+        self.word(self.flag_address())
+    }
+
+    fn ack(&self) -> &AtomicU64 {
+        self.word(self.ack_address())
+    }
+}
+
+/// Words that no lane uses, by device.
+static FREE: Mutex<Vec<(Device, Words)>> = Mutex::new(Vec::new());
+
+fn free_words() -> MutexGuard<'static, Vec<(Device, Words)>> {
+    FREE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn take_words(api: &Api<'_>, device: Device) -> Result<Words> {
+    let find = |free: &mut Vec<(Device, Words)>| {
+        let index = free.iter().position(|(of, _)| *of == device)?;
+        Some(free.swap_remove(index).1)
+    };
+    if let Some(words) = find(&mut free_words()) {
+        return Ok(words);
+    }
+    let slab = Buffer::pinned(api, device, Words::SLAB)?;
+    let mut free = free_words();
+    for index in 0..Words::SLAB as u64 / Words::EACH {
+        let words = Words { slab: slab.clone(), offset: index * Words::EACH, last: 0 };
+        words.flag().store(0, Ordering::Relaxed);
+        words.ack().store(0, Ordering::Relaxed);
+        free.push((device, words));
+    }
+    Ok(find(&mut free).expect("just added"))
+}
+
+/// How many lanes of a device have a stream that may be waiting.
+static WAITING: Mutex<Vec<(Device, Arc<AtomicUsize>)>> = Mutex::new(Vec::new());
+
+fn waiting(device: Device) -> Arc<AtomicUsize> {
+    let mut all = WAITING.lock().unwrap_or_else(PoisonError::into_inner);
+    match all.iter().find(|(of, _)| *of == device) {
+        Some((_, count)) => Arc::clone(count),
+        None => {
+            let count = Arc::new(AtomicUsize::new(0));
+            all.push((device, Arc::clone(&count)));
+            count
+        }
+    }
+}
+
+#[derive(Default)]
+struct Queue {
+    items: VecDeque<Item>,
+    /// How many of them the stream waits for.
+    ordered: usize,
+    /// The poller has the lane.
+    watched: bool,
+    /// The stream, while something is queued: to be asked how it is.
+    stream: Option<Arc<RawStream>>,
+}
+
+/// The lane of a stream.
+pub(crate) struct Lane {
+    device: Device,
+    words: Words,
+    /// The number that was given out last. Held while work is given to the stream, which may block.
+    last: Mutex<u64>,
+    /// Held for moments.
+    queue: Mutex<Queue>,
+    /// The number of the first item in the queue, or none that comes.
+    front: AtomicU64,
+    /// Held by whoever runs what is due, so that it runs in order.
+    turn: Mutex<()>,
+    asked: Mutex<Instant>,
+    waiting: Arc<AtomicUsize>,
+}
+
+static LANES: Mutex<Option<HashMap<u64, Weak<Lane>>>> = Mutex::new(None);
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        let last = *self.last.get_mut().unwrap_or_else(PoisonError::into_inner);
+        // After a fault numbers were given out that never come: such words are not used again.
+        if self.words.flag().load(Ordering::Acquire) == last {
+            let Words { slab, offset, .. } = &self.words;
+            free_words().push((self.device, Words { slab: slab.clone(), offset: *offset, last }));
+        }
+    }
+}
+
+impl Lane {
+    /// The lane of the stream with the id `strand`.
+    pub(crate) fn of(api: &Api<'_>, device: Device, strand: u64) -> Result<Arc<Lane>> {
+        let known = |lanes: &mut Option<HashMap<u64, Weak<Lane>>>| {
+            lanes.get_or_insert_default().get(&strand).and_then(Weak::upgrade)
+        };
+        let lanes = || LANES.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(lane) = known(&mut lanes()) {
+            return Ok(lane);
+        }
+        let words = take_words(api, device)?;
+        let last = words.last;
+        let lane = Arc::new(Lane {
+            device,
+            words,
+            last: Mutex::new(last),
+            queue: Mutex::default(),
+            front: AtomicU64::new(u64::MAX),
+            turn: Mutex::new(()),
+            asked: Mutex::new(Instant::now()),
+            waiting: waiting(device),
+        });
+        let mut lanes = lanes();
+        if let Some(other) = known(&mut lanes) {
+            return Ok(other);
+        }
+        let all = lanes.get_or_insert_default();
+        all.retain(|_, lane| lane.strong_count() > 0);
+        all.insert(strand, Arc::downgrade(&lane));
+        Ok(lane)
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        // Nothing foreign runs under the lock, so a poisoned one still guards a sound state.
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// After each change of the queue, under its lock.
+    fn front_changed(&self, queue: &Queue) {
+        self.front.store(queue.items.front().map_or(u64::MAX, |item| item.number), Ordering::Release);
+    }
+
+    /// Queues `packet` at the end of the stream (`cuStreamBatchMemOp`). Gives it back when the driver refuses, and, with
+    /// no error, when too many streams wait on memory already.
+    ///
+    /// The context of the device is current, and the stream alive and not capturing.
+    pub(crate) fn enqueue<C: HostCode>(
+        self: &Arc<Self>,
+        stream: &Arc<RawStream>,
+        packet: Box<Packet<C>>,
+    ) -> Result<(), (Option<Error>, Box<Packet<C>>)> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = *last + 1;
+        {
+            let mut queue = self.queue();
+            if C::ORDERED && queue.ordered == 0 {
+                let took = self.waiting.fetch_update(Ordering::AcqRel, Ordering::Relaxed, |count| {
+                    (count < most_waiting()).then_some(count + 1)
+                });
+                if took.is_err() {
+                    return Err((None, packet));
+                }
+            }
+            queue.ordered += usize::from(C::ORDERED);
+            queue.items.push_back(Item { number, code: packet, ordered: C::ORDERED, python: C::enters_python() });
+            self.front_changed(&queue);
+            if queue.stream.is_none() {
+                queue.stream = Some(Arc::clone(stream));
+            }
+        }
+        match self.signal(stream, number, C::ORDERED) {
+            Ok(()) => {
+                *last = number;
+                let mut queue = self.queue();
+                let watched = std::mem::replace(&mut queue.watched, true);
+                drop(queue);
+                if !watched {
+                    poller::watch(Arc::clone(self));
+                }
+                Ok(())
+            }
+            Err(error) => {
+                let mut queue = self.queue();
+                let item = queue.items.pop_back().expect("this call pushed it, and the number was never written");
+                self.front_changed(&queue);
+                self.no_longer_ordered(&mut queue, item.ordered);
+                let idle = if queue.items.is_empty() && !queue.watched { queue.stream.take() } else { None };
+                drop(queue);
+                drop(idle);
+                // SAFETY: the item is the one that was pushed above, since `last` is locked: its code is this packet.
+                let packet = unsafe { Box::from_raw(Box::into_raw(item.code).cast::<Packet<C>>()) };
+                Err((Some(error), packet))
+            }
+        }
+    }
+
+    /// The stream does not wait for one item any more, if it did.
+    fn no_longer_ordered(&self, queue: &mut Queue, ordered: bool) {
+        if ordered {
+            queue.ordered -= 1;
+            if queue.ordered == 0 {
+                self.waiting.fetch_sub(1, Ordering::AcqRel);
+            }
+        }
+    }
+
+    /// Has the stream write the number and, if it is to wait, wait for its acknowledgement.
+    fn signal(&self, stream: &RawStream, number: u64, wait: bool) -> Result<()> {
+        const WAIT_VALUE_64: u32 = 4;
+        const WRITE_VALUE_64: u32 = 5;
+        const GEQ: u32 = CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
+        let operation = |kind: u32, address: u64, flags: u32| {
+            let mut params = std::mem::MaybeUninit::<CUstreamBatchMemOpParams>::zeroed();
+            // SAFETY: both operations have the layout of `CUstreamMemOpWaitValueParams`: the kind at 0, the address at 8,
+            // the value at 16, the flags at 24, all inside the union, whose other bytes stay zero.
+            unsafe {
+                let to = params.as_mut_ptr().cast::<u8>();
+                to.cast::<u32>().write(kind);
+                to.add(8).cast::<u64>().write(address);
+                to.add(16).cast::<u64>().write(number);
+                to.add(24).cast::<u32>().write(flags);
+            }
+            params
+        };
+        let mut operations = [
+            operation(WRITE_VALUE_64, self.words.flag_address(), 0),
+            operation(WAIT_VALUE_64, self.words.ack_address(), GEQ),
+        ];
+        let count = if wait { 2 } else { 1 };
+        // SAFETY: the stream is alive; `count` operations are initialized as their kinds say; the words are never freed.
+        unsafe { self.device.driver().cuStreamBatchMemOp_v2(stream.handle(), count, operations.as_mut_ptr().cast(), 0) }
+    }
+
+    /// Whether something is due.
+    pub(crate) fn is_due(&self) -> bool {
+        self.words.flag().load(Ordering::Acquire) >= self.front.load(Ordering::Acquire)
+    }
+
+    /// Runs what is due, in order, unless somebody does. True: something ran.
+    pub(crate) fn run_due(&self) -> bool {
+        let Ok(_turn) = self.turn.try_lock() else { return false };
+        self.run_in_turn()
+    }
+
+    /// As [`Lane::run_due`], after whoever does it: for a callback of the driver's that comes behind what is due.
+    pub(crate) fn run_due_before(&self) {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        self.run_in_turn();
+    }
+
+    fn run_in_turn(&self) -> bool {
+        let mut ran = false;
+        while let Some(item) = self.take_due(None) {
+            ran = true;
+            if item.python {
+                poller::batch(&mut || {
+                    let mut next = Some(item.take());
+                    while let Some(item) = next {
+                        self.run(item, Status::SUCCESS);
+                        next = self.take_due(Some(true)).map(Taken::into_inner);
+                    }
+                });
+            } else {
+                self.run(item.into_inner(), Status::SUCCESS);
+            }
+        }
+        ran
+    }
+
+    fn take_due(&self, python: Option<bool>) -> Option<Taken> {
+        let flag = self.words.flag().load(Ordering::Acquire);
+        let mut queue = self.queue();
+        let front = queue.items.front().filter(|item| item.number <= flag)?;
+        let python_item = front.python;
+        if python.is_some_and(|wanted| wanted != python_item) {
+            return None;
+        }
+        let item = queue.items.pop_front();
+        self.front_changed(&queue);
+        item.map(|item| Taken { python: python_item, item: std::cell::Cell::new(Some(item)) })
+    }
+
+    /// Runs one item, which is off the queue, and lets the stream go on.
+    fn run(&self, item: Item, status: Status) {
+        let Item { number, code, ordered, .. } = item;
+        shield(|| callback_scope(|| code.reached(status)));
+        self.words.ack().fetch_max(number, Ordering::Release);
+        self.no_longer_ordered(&mut self.queue(), ordered);
+    }
+
+    /// Whether nothing is queued; the poller gives it up then.
+    pub(crate) fn is_over(&self) -> bool {
+        if self.front.load(Ordering::Acquire) != u64::MAX {
+            return false;
+        }
+        let mut queue = self.queue();
+        if !queue.items.is_empty() {
+            return false;
+        }
+        queue.watched = false;
+        let stream = queue.stream.take();
+        drop(queue);
+        drop(stream);
+        true
+    }
+
+    /// Asks the stream how it is, now and then: after a fault no number comes, and what is queued is told.
+    pub(crate) fn look_after(&self, now: Instant) {
+        const EACH: std::time::Duration = std::time::Duration::from_millis(20);
+        {
+            let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+            if now.saturating_duration_since(*asked) < EACH {
+                return;
+            }
+            *asked = now;
+        }
+        let Some(stream) = self.queue().stream.clone() else { return };
+        let driver = self.device.driver();
+        let _relaxed = Relaxed::enter(driver);
+        // SAFETY: the stream is alive as long as `stream`. Without its context nothing can be asked, which is an answer.
+        let health = self.device.make_current().and_then(|()| unsafe { capture::status(driver, stream.handle()) });
+        let health = match health {
+            // A query would break the capture that another library has begun meanwhile.
+            Ok(status) if status != CaptureStatus::None => return,
+            Ok(_) => query(&stream).map(drop),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = health
+            && error.status().ends_all_work()
+        {
+            self.fail(error.status());
+        }
+    }
+
+    /// Tells all that is queued that it is not reached, but for what was.
+    fn fail(&self, status: Status) {
+        let Ok(_turn) = self.turn.try_lock() else { return };
+        self.run_in_turn();
+        loop {
+            let item = {
+                let mut queue = self.queue();
+                let item = queue.items.pop_front();
+                self.front_changed(&queue);
+                item
+            };
+            let Some(item) = item else { return };
+            self.run(item, status);
+        }
+    }
+}
+
+/// An item off the queue, taken by one of two closures.
+struct Taken {
+    python: bool,
+    item: std::cell::Cell<Option<Item>>,
+}
+
+impl Taken {
+    fn take(&self) -> Item {
+        self.item.take().expect("taken once")
+    }
+
+    fn into_inner(self) -> Item {
+        self.take()
+    }
+}

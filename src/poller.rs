@@ -1,0 +1,268 @@
+//! The threads that watch lanes, and how they wait.
+//!
+//! One thread polls. It runs what is due itself; while it is in foreign code a stand-by thread looks at the clock, and takes
+//! the polling over when that has lasted for half a millisecond, so that one stream's slow callback does not hold up
+//! another's. With nothing queued all of them sleep, at no cost.
+//!
+//! | policy | the polling thread | latency | cost while something is queued |
+//! | --- | --- | --- | --- |
+//! | [`WaitPolicy::Adaptive`] | spins for 50 µs, then sleeps for an eighth of the time waited, at most 1 ms | lowest for quick work, at most an eighth of the wait | a core for 50 µs, then less and less |
+//! | [`WaitPolicy::Spin`] | spins | lowest | a core |
+//! | [`WaitPolicy::Sleep`] | sleeps from the start | 50 µs to 1 ms | little |
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::lane::Lane;
+
+/// How the polling thread waits while host code is queued.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum WaitPolicy {
+    /// Spins for a moment, then sleeps in growing steps.
+    #[default]
+    Adaptive = 0,
+    /// Spins.
+    Spin = 1,
+    /// Sleeps from the start.
+    Sleep = 2,
+}
+
+static POLICY: AtomicU8 = AtomicU8::new(WaitPolicy::Adaptive as u8);
+
+/// Sets how the polling thread waits, for the whole process.
+pub fn set_wait_policy(policy: WaitPolicy) {
+    POLICY.store(policy as u8, Ordering::Relaxed);
+}
+
+/// How the polling thread waits.
+#[must_use]
+pub fn wait_policy() -> WaitPolicy {
+    match POLICY.load(Ordering::Relaxed) {
+        1 => WaitPolicy::Spin,
+        2 => WaitPolicy::Sleep,
+        _ => WaitPolicy::Adaptive,
+    }
+}
+
+/// How long foreign code may keep the polling thread.
+const PATIENCE: Duration = Duration::from_micros(500);
+const SPIN: Duration = Duration::from_micros(50);
+const SHORTEST: Duration = Duration::from_micros(20);
+const LONGEST: Duration = Duration::from_millis(1);
+/// For so long after the last work the stand-by looks at the clock on its own.
+const HOT: Duration = Duration::from_millis(5);
+/// Callbacks that block keep a thread each; beyond these nobody takes over.
+const MOST_THREADS: usize = 64;
+
+#[derive(Default)]
+struct Watched {
+    /// New lanes for the polling thread.
+    arrived: Vec<Arc<Lane>>,
+    /// What a thread that was taken over from had.
+    lanes: Vec<Arc<Lane>>,
+    /// The polling thread sleeps until something arrives.
+    parked: bool,
+    threads: usize,
+    standing_by: usize,
+}
+
+static WATCHED: Mutex<Option<Watched>> = Mutex::new(None);
+static ARRIVED: Condvar = Condvar::new();
+static STAND_BY: Condvar = Condvar::new();
+/// Who polls: the thread that has this number.
+static TURN: AtomicU64 = AtomicU64::new(0);
+/// Since when the polling thread is in foreign code, in nanoseconds; 0: it is not.
+static BUSY: AtomicU64 = AtomicU64::new(0);
+/// Lanes have arrived.
+static NEWS: AtomicBool = AtomicBool::new(false);
+/// The stand-by looks at the clock on its own.
+static HOT_NOW: AtomicBool = AtomicBool::new(false);
+
+fn lock() -> MutexGuard<'static, Option<Watched>> {
+    // Nothing foreign runs under the lock, so a poisoned one still guards a sound state.
+    WATCHED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn nanoseconds(now: Instant) -> u64 {
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+    u64::try_from(now.saturating_duration_since(*START).as_nanos()).unwrap_or(u64::MAX).max(1)
+}
+
+/// Watches a lane until it is over.
+pub(crate) fn watch(lane: Arc<Lane>) {
+    let mut guard = lock();
+    let watched = guard.get_or_insert_default();
+    watched.arrived.push(lane);
+    NEWS.store(true, Ordering::Release);
+    if std::mem::take(&mut watched.parked) {
+        ARRIVED.notify_one();
+    }
+    if watched.threads == 0 {
+        start(watched);
+        start(watched);
+    }
+}
+
+fn start(watched: &mut Watched) {
+    let run = || {
+        POLLS.set(true);
+        stand_by();
+    };
+    // Without a thread what is queued waits for the next that can be started.
+    if thread::Builder::new().name("rstream-poller".into()).spawn(run).is_ok() {
+        watched.threads += 1;
+    }
+}
+
+thread_local! {
+    static POLLS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this is a thread that runs what is due in lanes: no thread of the driver's.
+#[cfg(feature = "python")]
+pub(crate) fn is_poller() -> bool {
+    POLLS.get()
+}
+
+type Batch = fn(&mut dyn FnMut());
+static BATCH: OnceLock<Batch> = OnceLock::new();
+
+/// Says how to run several pieces of Python host code under one entry into the interpreter.
+#[cfg(feature = "python")]
+pub(crate) fn set_batch(batch: Batch) {
+    BATCH.get_or_init(|| batch);
+}
+
+/// Runs `all`, which runs several pieces of Python host code.
+pub(crate) fn batch(all: &mut dyn FnMut()) {
+    match BATCH.get() {
+        Some(batch) if POLLS.get() => batch(all),
+        _ => all(),
+    }
+}
+
+/// A thread that waits for its turn to poll.
+fn stand_by() {
+    let mut guard = lock();
+    loop {
+        let turn = TURN.load(Ordering::Acquire);
+        let watched = guard.get_or_insert_default();
+        let nobody = turn == 0;
+        let busy = BUSY.load(Ordering::Acquire);
+        let late = busy != 0 && nanoseconds(Instant::now()).saturating_sub(busy) > PATIENCE.as_nanos() as u64;
+        if nobody || late {
+            let lanes = std::mem::take(&mut watched.lanes);
+            BUSY.store(0, Ordering::Release);
+            TURN.store(turn + 1, Ordering::Release);
+            if watched.standing_by == 0 && watched.threads < MOST_THREADS {
+                start(watched);
+            }
+            drop(guard);
+            poll(turn + 1, lanes);
+            guard = lock();
+            let watched = guard.get_or_insert_default();
+            if watched.standing_by > 0 {
+                watched.threads -= 1;
+                return;
+            }
+            continue;
+        }
+        watched.standing_by += 1;
+        guard = if HOT_NOW.load(Ordering::Acquire) || busy != 0 {
+            STAND_BY.wait_timeout(guard, PATIENCE).unwrap_or_else(PoisonError::into_inner).0
+        } else {
+            STAND_BY.wait(guard).unwrap_or_else(PoisonError::into_inner)
+        };
+        guard.get_or_insert_default().standing_by -= 1;
+    }
+}
+
+/// Polls until another thread has taken the turn.
+fn poll(turn: u64, mut lanes: Vec<Arc<Lane>>) {
+    let mut quiet_since = Instant::now();
+    let mut spins = 0_u32;
+    let mut changed = true;
+    loop {
+        if changed || NEWS.load(Ordering::Acquire) {
+            let mut guard = lock();
+            if TURN.load(Ordering::Acquire) != turn {
+                return;
+            }
+            NEWS.store(false, Ordering::Release);
+            let watched = guard.get_or_insert_default();
+            lanes.append(&mut watched.arrived);
+            // For whoever takes over.
+            watched.lanes.clone_from(&lanes);
+            changed = false;
+        }
+        let mut ran = false;
+        for lane in &lanes {
+            if !lane.is_due() {
+                continue;
+            }
+            if !HOT_NOW.swap(true, Ordering::AcqRel) {
+                // It may have to look at the clock from now on.
+                drop(lock());
+                STAND_BY.notify_one();
+            }
+            BUSY.store(nanoseconds(Instant::now()), Ordering::Release);
+            ran |= lane.run_due();
+            if TURN.load(Ordering::Acquire) != turn {
+                return;
+            }
+            BUSY.store(0, Ordering::Release);
+        }
+        let now = Instant::now();
+        if ran {
+            (quiet_since, spins) = (now, 0);
+            continue;
+        }
+        let before = lanes.len();
+        lanes.retain(|lane| !lane.is_over());
+        if lanes.len() != before {
+            changed = true;
+            continue;
+        }
+        let quiet = now.saturating_duration_since(quiet_since);
+        if quiet > HOT {
+            HOT_NOW.store(false, Ordering::Release);
+        }
+        for lane in &lanes {
+            lane.look_after(now);
+        }
+        spins = spins.wrapping_add(1);
+        let policy = wait_policy();
+        let spinning = match policy {
+            WaitPolicy::Spin => !lanes.is_empty(),
+            WaitPolicy::Adaptive => quiet < SPIN,
+            WaitPolicy::Sleep => false,
+        };
+        if spinning {
+            // Cores may be fewer than threads that spin.
+            if spins.is_multiple_of(16) {
+                thread::yield_now()
+            } else {
+                std::hint::spin_loop()
+            }
+            continue;
+        }
+        let mut guard = lock();
+        let watched = guard.get_or_insert_default();
+        if !watched.arrived.is_empty() {
+            continue;
+        }
+        watched.parked = true;
+        if lanes.is_empty() {
+            HOT_NOW.store(false, Ordering::Release);
+            guard = ARRIVED.wait(guard).unwrap_or_else(PoisonError::into_inner);
+            quiet_since = Instant::now();
+        } else {
+            let pause = (quiet / 8).clamp(SHORTEST, LONGEST);
+            guard = ARRIVED.wait_timeout(guard, pause).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        guard.get_or_insert_default().parked = false;
+    }
+}
