@@ -113,8 +113,9 @@ impl Status {
     fn remedy(self) -> Option<&'static str> {
         Some(match self {
             Status::STREAM_CAPTURE_UNSUPPORTED => {
-                "The call is not possible while a stream captures, and has broken the capture: make it before or after, \
-                 or under the relaxed capture mode"
+                "The call is not possible while a stream captures, and has broken the capture: make it before or after. \
+                 Calls that concern no capturing stream, such as an allocation, are possible under the relaxed capture \
+                 mode"
             }
             Status::STREAM_CAPTURE_INVALIDATED => {
                 "A call that a capture does not permit was made while it lasted, by this thread or, in global mode, by \

@@ -166,7 +166,7 @@ pub struct Node {
 
 impl std::fmt::Debug for Node {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Node({} {:#x})", self.kind.name(), self.handle)
+        write!(f, "<Node {} {:#x}>", self.kind.name(), self.handle)
     }
 }
 
@@ -499,6 +499,31 @@ impl Captive {
 struct Shape {
     nodes: Vec<Node>,
     edges: Vec<(Node, Node)>,
+}
+
+impl Shape {
+    /// Whether nodes are left when all are taken away that depend on none, again and again.
+    fn has_cycle(&self) -> bool {
+        let mut missing: HashMap<Node, usize> = self.nodes.iter().map(|&node| (node, 0)).collect();
+        let mut dependents: HashMap<Node, Vec<Node>> = HashMap::new();
+        for &(from, to) in &self.edges {
+            *missing.entry(to).or_default() += 1;
+            dependents.entry(from).or_default().push(to);
+        }
+        let mut free: Vec<Node> = missing.iter().filter(|(_, count)| **count == 0).map(|(&node, _)| node).collect();
+        let mut taken = 0;
+        while let Some(node) = free.pop() {
+            taken += 1;
+            for to in dependents.get(&node).into_iter().flatten() {
+                let count = missing.get_mut(to).expect("an edge leads to a node");
+                *count -= 1;
+                if *count == 0 {
+                    free.push(*to);
+                }
+            }
+        }
+        taken < missing.len()
+    }
 }
 
 /// Asks for the shape of a graph.
@@ -1050,10 +1075,14 @@ impl Graph {
     /// Makes the graph executable (`cuGraphInstantiateWithFlags`). Later changes of the graph do not matter to it.
     ///
     /// # Errors
-    /// [`Status::INVALID_VALUE`] for a graph with a cycle; [`Error::Capture`] while it is captured into.
+    /// [`Error::InvalidValue`] for a graph with a cycle; [`Error::Capture`] while it is captured into.
     pub fn instantiate(&self, api: &Api<'_>) -> Result<GraphExec> {
         let records = self.host_records(api)?;
         self.with(api, |driver, graph| {
+            // SAFETY: the graph exists, and the lock keeps other threads away.
+            if unsafe { shape(driver, graph, self.inner.owner) }?.has_cycle() {
+                return Err(Error::invalid("the graph has a cycle: some nodes depend on one another"));
+            }
             // It is no part of anybody's capture, so it must not break one.
             let _relaxed = Relaxed::enter(driver);
             let mut exec: CUgraphExec = ptr::null_mut();

@@ -32,6 +32,11 @@ pub(crate) fn most_waiting() -> usize {
     })
 }
 
+/// How many pieces of host code a lane queues. Beyond that the driver's callback is used: its queue has room for hundreds of
+/// thousands, while operations on memory are device work, and who queues more than about a thousand of those blocks
+/// (measured).
+const DEEPEST: usize = 256;
+
 /// What a lane does when it is due.
 pub(crate) trait Due: Send {
     fn reached(self: Box<Self>, status: Status);
@@ -207,7 +212,7 @@ impl Lane {
     }
 
     /// Queues `packet` at the end of the stream (`cuStreamBatchMemOp`). Gives it back when the driver refuses, and, with
-    /// no error, when too many streams wait on memory already.
+    /// no error, when too many streams wait on memory already or too much is queued.
     ///
     /// The context of the device is current, and the stream alive and not capturing.
     pub(crate) fn enqueue<C: HostCode>(
@@ -219,6 +224,9 @@ impl Lane {
         let number = *last + 1;
         {
             let mut queue = self.queue();
+            if queue.items.len() >= DEEPEST {
+                return Err((None, packet));
+            }
             if C::ORDERED && queue.ordered == 0 {
                 let took = self.waiting.fetch_update(Ordering::AcqRel, Ordering::Relaxed, |count| {
                     (count < most_waiting()).then_some(count + 1)

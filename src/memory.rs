@@ -406,7 +406,8 @@ impl Stream {
     /// legacy default stream; [`Error::Capture`] while the stream captures; what the driver answers.
     pub fn attach_memory(&self, api: &Api<'_>, buffer: &Buffer, attach: Attach) -> Result<()> {
         if buffer.kind() != BufferKind::Managed {
-            return Err(Error::invalid(format!("{buffer:?} cannot be attached: only managed memory can")));
+            let kind = format!("{:?}", buffer.kind()).to_lowercase();
+            return Err(Error::invalid(format!("{kind} memory cannot be attached: only managed memory can")));
         }
         self.refuse_foreign(buffer)?;
         if attach == Attach::Single && self.is_legacy_default() {

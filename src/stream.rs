@@ -542,7 +542,14 @@ impl Stream {
             (None, Record::Captured(_)) if self.is_legacy_default() => return Err(legacy()),
             _ => {}
         }
-        self.wait_raw(&ready, &raw)
+        let captured = matches!(record, Record::Captured(_));
+        self.wait_raw(&ready, &raw).map_err(|error| {
+            if captured && error.status() == Status::INVALID_VALUE {
+                Error::invalid("the event was last recorded in a capture that is over: record it anew")
+            } else {
+                error
+            }
+        })
     }
 
     fn wait_raw(&self, ready: &Ready<'_>, event: &RawEvent) -> Result<()> {

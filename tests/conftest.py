@@ -33,6 +33,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker(other)]
 
 
+# The suite runs under each signal: RSTREAM_SIGNAL=memory or driver.
+SIGNAL = os.environ.get("RSTREAM_SIGNAL", "driver")
+
+
+@pytest.fixture(scope="session")
+def enqueue_function() -> str:
+    """The function of the driver that queues host code under the signal that streams have."""
+    return "cuStreamBatchMemOp_v2" if SIGNAL == "memory" else "cuStreamAddCallback"
+
+
 @pytest.fixture(scope="session")
 def device() -> rs.Device:
     return rs.default_device()

@@ -186,7 +186,7 @@ def test_the_references_are_dropped_when_it_ran(stream):
 
 @pytest.mark.soft_only
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_refused_enqueue_drops_its_references(stream, kind):
+def test_a_refused_enqueue_drops_its_references(stream, kind, enqueue_function):
     class Thing:
         def __call__(self, *_args):
             return None
@@ -194,8 +194,8 @@ def test_a_refused_enqueue_drops_its_references(stream, kind):
     thing, argument = Thing(), Thing()
     gone = weakref.ref(thing), weakref.ref(argument)
     with (
-        rs.testing.inject("cuStreamAddCallback", 2),
-        pytest.raises(rs.OutOfMemoryError, match="cuStreamAddCallback") as caught,
+        rs.testing.inject(enqueue_function, 2),
+        pytest.raises(rs.OutOfMemoryError, match=enqueue_function) as caught,
     ):
         getattr(stream, kind)(thing, argument)
     assert caught.value.code == 2

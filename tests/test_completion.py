@@ -331,3 +331,19 @@ def test_a_heartbeat_keeps_its_beat_during_an_awaited_kernel(stream):
         return beats
 
     assert asyncio.run(main()) > 20
+
+
+@pytest.mark.parametrize("wait", [rs.wait, lambda completions: list(rs.as_completed(completions))], ids=["wait", "as"])
+def test_a_callback_does_not_wait_for_completions(stream, wait):
+    before = stream.completion()
+    before.result(30)
+
+    def callback(status):
+        wait([before])
+        wait([later.pop()])
+
+    with rs.testing.hold(stream):
+        later = []
+        refused = stream.add_callback(callback)
+        later.append(stream.completion())
+    assert isinstance(refused.exception(30), rs.NotPermittedError)

@@ -114,7 +114,7 @@ def test_a_cycle_cannot_be_instantiated(graph):
     first = graph.add_empty_node()
     second = graph.add_empty_node(dependencies=first)
     graph.add_dependencies([(second, first)])
-    with pytest.raises(rs.InvalidValueError):
+    with pytest.raises(rs.InvalidValueError, match="cycle"):
         graph.instantiate()
     ElementTree.fromstring(graph.to_svg())
 

@@ -42,6 +42,7 @@ __all__ = [
     "devices",
     "fault",
     "hold",
+    "in_callback",
     "inject",
     "pointer_info",
     "set_wait_policy",
@@ -850,11 +851,14 @@ class Injection:
         *_exception: type[BaseException] | BaseException | TracebackType | None,
     ) -> None: ...
 
+def in_callback() -> bool:
+    """Whether this thread runs a callback or a host function, in which no calls of the API are permitted."""
+
 def set_wait_policy(policy: Literal["adaptive", "spin", "sleep"]) -> None:
     """Set how the thread that polls for the memory signal waits, for the whole process.
 
-    `"adaptive"` spins for 50 us, then sleeps for an eighth of the time waited so far, at most 1 ms; `"spin"` spins, which
-    takes a core while host code is queued; `"sleep"` never spins. With nothing queued it sleeps under each. The
+    `"adaptive"` spins for 50 us, then sleeps for an eighth of the time waited so far, at most 1 ms; `"spin"` spins,
+    which takes a core while host code is queued; `"sleep"` never spins. With nothing queued it sleeps under each. The
     environment variable `RSTREAM_WAIT_POLICY` sets it for a process. Raises `InvalidValueError` for another.
     """
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from rstream import _core
-from rstream._errors import InvalidValueError, WaitTimeoutError
+from rstream._errors import InvalidValueError, NotPermittedError, WaitTimeoutError
 
 
 class DoneAndNotDone(NamedTuple):
@@ -86,6 +86,18 @@ def wait(
         return _gather(pending, finished, deadline, return_when)
 
 
+def _next(finished: queue.SimpleQueue[_core.Completion[Any]], deadline: float | None) -> _core.Completion[Any]:
+    """The next completion that is done. A callback gets those that are, and does not wait for others."""
+    try:
+        return finished.get_nowait()
+    except queue.Empty:
+        if _core.in_callback():
+            raise NotPermittedError(
+                "a callback cannot wait for a completion: what it waits for may be queued behind it", 800
+            ) from None
+    return finished.get(timeout=_left(deadline))
+
+
 def _gather(
     pending: set[_core.Completion[Any]],
     finished: queue.SimpleQueue[_core.Completion[Any]],
@@ -95,7 +107,7 @@ def _gather(
     done: set[_core.Completion[Any]] = set()
     while pending:
         try:
-            completion = finished.get(timeout=_left(deadline))
+            completion = _next(finished, deadline)
         except queue.Empty:
             break
         pending.discard(completion)
@@ -122,7 +134,7 @@ def _iterate(pending: set[_core.Completion[Any]], deadline: float | None) -> Ite
         count = len(pending)
         for number in range(count):
             try:
-                completion = finished.get(timeout=_left(deadline))
+                completion = _next(finished, deadline)
             except queue.Empty:
                 raise WaitTimeoutError(f"{count - number} of {count} completions are not done", 909) from None
             yield completion

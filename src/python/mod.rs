@@ -115,7 +115,7 @@ mod _core {
     #[pymodule_export]
     use super::testing::{HoldPy, InjectionPy, fault, hold, inject, spin};
     #[pymodule_export]
-    use super::{set_wait_policy, wait_policy};
+    use super::{in_callback, set_wait_policy, wait_policy};
 }
 
 const POLICIES: [(&str, WaitPolicy); 3] =
@@ -137,6 +137,12 @@ fn set_wait_policy(py: Python<'_>, policy: &str) -> PyResult<()> {
 fn wait_policy() -> &'static str {
     let now = poller::wait_policy();
     POLICIES.iter().find(|(_, policy)| *policy == now).map_or("adaptive", |(name, _)| name)
+}
+
+/// Whether this thread runs a callback or a host function.
+#[pyfunction]
+fn in_callback() -> bool {
+    crate::api::in_callback()
 }
 
 /// Name, description and stickiness of a code.

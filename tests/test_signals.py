@@ -1,0 +1,188 @@
+"""How the host is told: by memory that a thread polls, or by the driver's callbacks."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+import rstream as rs
+
+SIGNALS = ["memory", "driver"]
+
+
+@pytest.fixture(params=SIGNALS)
+def signalled(request, device):
+    """A stream under each signal."""
+    with rs.Stream(device, signal=request.param) as stream:
+        assert stream.signal == request.param
+        yield stream
+
+
+def test_everything_runs_once_in_order(signalled):
+    seen, kinds = [], (signalled.add_callback, signalled.launch_host_func, signalled.then)
+    pending = [kinds[number % 3](lambda *_, number=number: seen.append(number)) for number in range(3000)]
+    notice = signalled.completion()
+    rs.wait([*pending, notice], 60)
+    assert [number for number in seen if number % 3 != 2] == [number for number in range(3000) if number % 3 != 2]
+    assert [number for number in seen if number % 3 == 2] == list(range(2, 3000, 3))
+    assert notice.result(0) is None
+    assert signalled.pending == 0
+
+
+def test_more_than_any_queue_has_room_for_does_not_block(signalled):
+    ran = []
+    with rs.testing.hold(signalled):
+        pending = [signalled.add_callback(lambda status: ran.append(status)) for _ in range(5000)]
+        assert not ran
+    rs.wait(pending, 60)
+    assert len(ran) == 5000
+
+
+def test_continuations_stay_in_order_when_the_signal_changes(device):
+    stream, seen = rs.Stream(device, signal="memory"), []
+    with rs.testing.hold(stream):
+        pending = [stream.then(seen.append, number) for number in range(1000)]
+    rs.wait(pending, 60)
+    assert seen == list(range(1000))
+
+
+def test_a_slow_callback_does_not_hold_up_other_streams(device):
+    slow, quick = rs.Stream(device, signal="memory"), rs.Stream(device, signal="memory")
+    entered, leave, seen = threading.Event(), threading.Event(), []
+
+    def block(status):
+        entered.set()
+        assert leave.wait(60)
+
+    blocked = slow.add_callback(block)
+    assert entered.wait(60)
+    # It ends at all: under the driver's signal it would not.
+    quick.add_callback(seen.append).result(60)
+    assert seen == [0]
+    assert not blocked.done()
+    leave.set()
+    blocked.result(60)
+
+
+def test_many_streams_can_be_blocked_in_callbacks(device):
+    """More than may wait on memory: the others use the driver's callbacks."""
+    streams = [rs.Stream(device, signal="memory") for _ in range(20)]
+    gate, counts = threading.Event(), []
+
+    def block(status):
+        assert gate.wait(60)
+        counts.append(1)
+
+    pending = [stream.add_callback(block) for stream in streams]
+    gate.set()
+    rs.wait(pending, 60)
+    assert len(counts) == 20
+
+
+def test_streams_of_one_id_share_a_lane(device):
+    stream, seen = rs.Stream(device, signal="memory"), []
+    again = rs.Stream.from_external(stream.handle, device)
+    pending = []
+    for number in range(100):
+        pending.append(
+            (stream if number % 2 else again).add_callback(lambda status, number=number: seen.append(number))
+        )
+    rs.wait(pending, 60)
+    assert seen == list(range(100))
+
+
+def test_a_closed_stream_still_runs_what_it_has(device):
+    stream, seen = rs.Stream(device, signal="memory"), []
+    with rs.testing.hold(stream):
+        pending = [stream.add_callback(seen.append) for _ in range(10)]
+        stream.close()
+        del stream
+    rs.wait(pending, 60)
+    assert seen == [0] * 10
+
+
+def test_words_are_used_again(device):
+    for _ in range(600):
+        with rs.Stream(device, signal="memory") as stream:
+            assert stream.add_callback(int).result(60) == 0
+
+
+@pytest.mark.parametrize("make", [rs.Stream.legacy_default, rs.Stream.per_thread_default])
+def test_default_streams_use_the_drivers(device, make):
+    assert make(device).signal == "driver"
+
+
+def test_the_environment_says_what_auto_is(program):
+    for signal in SIGNALS:
+        assert program("print(rs.Stream().signal)", RSTREAM_SIGNAL=signal) == f"{signal}\n"
+    program(
+        """
+        try:
+            rs.Stream()
+            raise SystemExit(1)
+        except rs.InvalidValueError as error:
+            assert "RSTREAM_SIGNAL=fast" in str(error)
+        """,
+        RSTREAM_SIGNAL="fast",
+    )
+
+
+def test_a_fault_tells_what_is_pending_also_on_other_streams(program):
+    program(
+        """
+        streams = [rs.Stream(signal="memory") for _ in range(5)]
+        holds = [rs.testing.hold(stream) for stream in streams[1:]]
+        callbacks = [stream.add_callback(lambda status: int(status)) for stream in streams]
+        functions = [stream.launch_host_func(int) for stream in streams]
+        late = [stream.then(int) for stream in streams[1:]]
+        rs.testing.fault(streams[0])
+        for callback in callbacks[1:]:
+            assert callback.result(30) == 700
+        for broken in functions[1:] + late:
+            assert isinstance(broken.exception(30), rs.DeviceFaultError)
+        """
+    )
+
+
+def test_wait_policies():
+    assert rs.wait_policy() == "adaptive"
+    for policy in ("sleep", "spin", "adaptive"):
+        rs.set_wait_policy(policy)
+        assert rs.wait_policy() == policy
+    for bad in ("", "fast"):
+        with pytest.raises(rs.InvalidValueError, match=f'policy="{bad}"'):
+            rs.set_wait_policy(bad)
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "spin", "sleep"])
+def test_host_code_runs_under_each_policy(device, policy):
+    rs.set_wait_policy(policy)
+    try:
+        with rs.Stream(device, signal="memory") as stream:
+            assert rs.wait([stream.add_callback(int) for _ in range(100)], 60).not_done == set()
+            rs.testing.spin(stream, 5000)
+            assert stream.add_callback(int).result(60) == 0
+    finally:
+        rs.set_wait_policy("adaptive")
+
+
+def test_a_policy_of_the_environment(program):
+    assert program("print(rs.wait_policy())", RSTREAM_WAIT_POLICY="sleep") == "sleep\n"
+
+
+def test_nothing_runs_when_nothing_is_queued(program):
+    """The threads sleep: the process uses no processor time to speak of."""
+    program(
+        """
+        import time
+        with rs.Stream(signal="memory") as stream:
+            stream.add_callback(int).result(30)
+            stream.add_callback(int).result(30)
+            time.sleep(0.2)
+            before = time.process_time()
+            time.sleep(1)
+            used = time.process_time() - before
+            assert used < 0.05, used
+        """
+    )
