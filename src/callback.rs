@@ -6,10 +6,11 @@
 //! | `HostFunction` | yes | no | does not run, its completion has the error |
 //! | `Continuation` | no | yes | does not run, its completion has the error |
 //!
-//! All three are queued with `cuStreamAddCallback`. `cuLaunchHostFunc` is not used, because after a fault the driver drops
-//! its functions without a word (measured), while a callback then runs once with the status. `enqueue` is the seam
-//! where another signal than the driver's callback can take over: it needs a `HostCode` and a status, nothing else.
+//! Under the driver's signal all three are queued with `cuStreamAddCallback`. `cuLaunchHostFunc` is not used, because after a
+//! fault the driver drops its functions without a word (measured), while a callback then runs once with the status. Under
+//! the memory signal they are items of a lane.
 
+use std::any::TypeId;
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -127,7 +128,7 @@ where
     const REMEDY: &'static str = "Capture a host function, which runs once for each launch";
 
     fn enters_python() -> bool {
-        is_pythons::<T>()
+        is_pythons(TypeId::of::<T>())
     }
 
     fn reached(self, status: Status, ticket: Ticket) {
@@ -153,7 +154,7 @@ where
     const REMEDY: &'static str = "Capture a host function, which runs once for each launch";
 
     fn enters_python() -> bool {
-        is_pythons::<T>()
+        is_pythons(TypeId::of::<T>())
     }
 
     fn reached(self, status: Status, ticket: Ticket) {
@@ -239,11 +240,12 @@ impl<C: HostCode> Due for Packet<C> {
 }
 
 /// Whether a result is that of a Python callable.
-fn is_pythons<T: 'static>() -> bool {
+fn is_pythons(result: TypeId) -> bool {
     #[cfg(feature = "python")]
-    return std::any::TypeId::of::<T>() == std::any::TypeId::of::<crate::python::Outcome>();
+    let outcome = Some(TypeId::of::<crate::python::Outcome>());
     #[cfg(not(feature = "python"))]
-    false
+    let outcome = None;
+    outcome == Some(result)
 }
 
 /// Queues `code` by the memory signal: see [`crate::lane`]. As [`enqueue`] otherwise.

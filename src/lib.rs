@@ -34,6 +34,7 @@
 //! | [`capture`], [`graph`] | streams captured into graphs, and graphs made by hand |
 //! | [`managed`] | managed memory attached to a stream |
 //! | [`green`] | streams on a part of a device |
+//! | [`poller`] | the threads of the memory signal, and how they wait |
 //! | [`completion`] | their results: blocking, as a `Future`, with hooks |
 //! | [`executor`] | worker threads: in order per strand, without one strand holding up another |
 //! | [`error`] | codes, and the error type |
@@ -79,4 +80,5 @@ pub use graph::{Graph, GraphExec, HostNode, Node, NodeKind};
 pub use green::GreenContext;
 pub use managed::Attached;
 pub use memory::{Attach, Buffer, BufferKind, ManagedAttach, Pattern};
+pub use poller::{WaitPolicy, set_wait_policy};
 pub use stream::{Signal, Stream, StreamOptions};

@@ -1,5 +1,7 @@
 """What the documents and examples show is true: their Python code runs, on the software device."""
 
+import ast
+import inspect
 import os
 import re
 import subprocess
@@ -7,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import rstream as rs
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -51,3 +55,27 @@ def test_an_example_runs(example):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
+
+
+def documented(body, owner):
+    """Each object of a stub with the docstring that it has there."""
+    for item in body:
+        if isinstance(item, ast.ClassDef):
+            runtime = getattr(owner, item.name, None)
+            if runtime is not None:
+                yield item.name, ast.get_docstring(item), runtime
+                yield from ((f"{item.name}.{name}", doc, found) for name, doc, found in documented(item.body, runtime))
+        elif isinstance(item, ast.FunctionDef) and hasattr(owner, item.name):
+            decorators = {ast.unparse(decorator) for decorator in item.decorator_list}
+            if not any(decorator.endswith(".setter") for decorator in decorators):
+                yield item.name, ast.get_docstring(item), getattr(owner, item.name)
+
+
+def test_help_says_what_the_stubs_say():
+    stubs = Path(rs._core.__file__).with_name("_core.pyi").read_text(encoding="utf-8")
+    checked = 0
+    for name, doc, found in documented(ast.parse(stubs).body, rs._core):
+        if doc:
+            checked += 1
+            assert inspect.getdoc(found) == doc, name
+    assert checked > 120

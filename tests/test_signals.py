@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import weakref
 
 import pytest
+from helpers import freed
 
 import rstream as rs
 
@@ -186,3 +189,60 @@ def test_nothing_runs_when_nothing_is_queued(program):
             assert used < 0.05, used
         """
     )
+
+
+LIBC = ctypes.CDLL(None)
+
+
+@pytest.mark.parametrize("status", [False, True])
+def test_a_native_function_runs_without_python(signalled, status):
+    """A ctypes function stands for a compiled one."""
+    words = (ctypes.c_uint32 * 2)(7, 0)
+    if status:
+        # void f(uint32_t status, void *user_data)
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_void_p)
+        function = kind(lambda status, data: ctypes.cast(data, ctypes.POINTER(ctypes.c_uint32)).__setitem__(1, status))
+        words[1] = 5
+    else:
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        function = kind(lambda data: ctypes.cast(data, ctypes.POINTER(ctypes.c_uint32)).__setitem__(1, 7))
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    token = threading.Event()
+    keep = (function, token)
+    done = signalled.add_native_callback(address, ctypes.addressof(words), keep_alive=keep, status=status)
+    reference = weakref.ref(token)
+    del keep, token
+    assert done.result(30) is None
+    assert list(words) == [7, 0 if status else 7]
+    assert freed(reference)
+
+
+def test_a_function_of_a_library_is_called(signalled):
+    table = (ctypes.c_uint8 * 16)()
+    # free(NULL): a function of one pointer that does nothing.
+    done = signalled.add_native_callback(ctypes.cast(LIBC.free, ctypes.c_void_p).value, 0, keep_alive=table)
+    assert done.result(30) is None
+
+
+def test_a_native_callback_after_a_fault(program):
+    program(
+        """
+        import ctypes
+        stream, codes, ran = rs.Stream(), [], []
+        with_status = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_void_p)(lambda code, data: codes.append(code))
+        without = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda data: ran.append(1))
+        address = lambda f: ctypes.cast(f, ctypes.c_void_p).value
+        with rs.testing.hold(stream):
+            rs.testing.fault(stream)
+            told = stream.add_native_callback(address(with_status), status=True)
+            not_run = stream.add_native_callback(address(without))
+        told.result(30)
+        assert isinstance(not_run.exception(30), rs.DeviceFaultError)
+        assert codes == [700] and not ran
+        """
+    )
+
+
+def test_address_0_is_no_function(signalled):
+    with pytest.raises(rs.InvalidValueError, match="address=0"):
+        signalled.add_native_callback(0)

@@ -268,7 +268,7 @@ def test_without_a_driver_the_software_device_is_named_and_not_taken(program):
 
 @pytest.mark.parametrize("bad", ["", "fast"])
 def test_an_unknown_signal_is_named(device, bad):
-    with pytest.raises(rs.CudaError, match=bad):
+    with pytest.raises(rs.InvalidValueError, match=f'signal="{bad}"'):
         rs.Stream(device, signal=bad)
 
 

@@ -326,6 +326,18 @@ class Stream:
         device fault it does not run, and its completion raises the error.
         """
 
+    def add_native_callback(
+        self, address: int, user_data: int = 0, *, keep_alive: object = None, status: bool = False
+    ) -> Completion[None]:
+        """Queue a native function: it runs once when all work before is done, without the GIL.
+
+        `address` is that of a C function `void f(void *user_data)`, or with `status=True`
+        `void f(uint32_t status, void *user_data)`: from ctypes, cffi, a Numba `@cfunc` or a library. Later work waits
+        until it returns. It must not call the API. With `status` it runs after a device fault too, with the code of the
+        fault; without, it does not run then, and its completion raises the error. `keep_alive` is kept until it has
+        run. A wrong address crashes the process. Raises `InvalidValueError` for address 0.
+        """
+
     def completion(self) -> Completion[None]:
         """A completion that resolves when all work queued so far is done."""
 

@@ -9,6 +9,10 @@ use crate::attributes::{AccessPolicyWindow, AccessProperty, MemSyncDomain, MemSy
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 
+/// The attributes of a stream.
+///
+/// Each read and each assignment is a call of the driver, allowed while the stream captures. An attribute acts on work
+/// that is queued after it was set. A bad value raises `InvalidValueError` before the call.
 #[pyclass(name = "StreamAttributes", module = "rstream", frozen)]
 pub(super) struct StreamAttributesPy(pub(super) Stream);
 
@@ -41,6 +45,7 @@ const PROPERTIES: [(&str, AccessProperty); 3] = [
 
 #[pymethods]
 impl StreamAttributesPy {
+    /// How other libraries' threads wait for the stream in the driver; `None` if it was never set.
     #[getter]
     fn synchronization_policy(&self, py: Python<'_>) -> PyResult<Option<&'static str>> {
         let policy = call(py, |api| self.0.synchronization_policy(api))?;
@@ -53,6 +58,7 @@ impl StreamAttributesPy {
         call(py, |api| self.0.set_synchronization_policy(api, policy))
     }
 
+    /// The priority of work; the driver clamps it to `device.priority_range`.
     #[getter]
     fn priority(&self, py: Python<'_>) -> PyResult<i32> {
         call(py, |api| self.0.priority_attribute(api))
@@ -63,6 +69,7 @@ impl StreamAttributesPy {
         call(py, |api| self.0.set_priority_attribute(api, super::stream::clamped(priority)))
     }
 
+    /// The memory synchronization domain.
     #[getter]
     fn mem_sync_domain(&self, py: Python<'_>) -> PyResult<&'static str> {
         Ok(name_of(&call(py, |api| self.0.mem_sync_domain(api))?, &DOMAINS))
@@ -74,6 +81,7 @@ impl StreamAttributesPy {
         call(py, |api| self.0.set_mem_sync_domain(api, domain))
     }
 
+    /// The physical domains of `"default"` and `"remote"`, each below the device's `mem_sync_domain_count`.
     #[getter]
     fn mem_sync_domain_map(&self, py: Python<'_>) -> PyResult<(u8, u8)> {
         let map = call(py, |api| self.0.mem_sync_domain_map(api))?;
@@ -89,6 +97,9 @@ impl StreamAttributesPy {
         call(py, |api| self.0.set_mem_sync_domain_map(api, map))
     }
 
+    /// The range of addresses with properties in the L2 cache; `None` may be assigned for no window.
+    ///
+    /// The driver may align its base and round its size.
     #[getter]
     fn access_policy_window<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         static CLASS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();

@@ -35,6 +35,10 @@ enum State {
     Over,
 }
 
+/// A capture of a stream into a graph, made by `Stream.capture` and begun by `with`.
+///
+/// Left without an exception it ends, and `graph` is the result; with one it is abandoned. It ends on the thread that
+/// began it, unless its mode is relaxed.
 #[pyclass(name = "Capture", module = "rstream", frozen, weakref)]
 pub(super) struct CapturePy {
     stream: Stream,
@@ -151,10 +155,16 @@ impl CapturePy {
         if failed { self.abandon(py) } else { self.finish(py).map(drop) }
     }
 
+    /// End the capture (`cuStreamEndCapture`) and return the graph.
+    ///
+    /// Raises `CaptureInvalidatedError` when a rule was broken while it lasted, `CaptureUnjoinedError` when another
+    /// stream that took part has work that this one did not wait for; the capture is over then. Raises
+    /// `CaptureWrongThreadError` on another thread: it goes on then.
     fn end(&self, py: Python<'_>) -> PyResult<GraphPy> {
         self.finish(py)
     }
 
+    /// End the capture and drop what was captured.
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
         CapturePy::may_call(py)?;
         let raw = self.take().py(py)?;
@@ -164,6 +174,9 @@ impl CapturePy {
         })
     }
 
+    /// Capture a host function: `fn(*args, **kwargs)` runs once for each launch (`cuLaunchHostFunc`).
+    ///
+    /// It must not call the API. The graph, every executable made from it and every pending launch keep it alive.
     #[pyo3(signature = (r#fn, /, *args, **kwargs))]
     fn launch_host_func(
         &self,
@@ -177,6 +190,7 @@ impl CapturePy {
         })
     }
 
+    /// The graph. Raises `CaptureError` before the end.
     #[getter]
     fn graph(&self, py: Python<'_>) -> PyResult<GraphPy> {
         match &*self.lock() {
@@ -188,16 +202,19 @@ impl CapturePy {
         }
     }
 
+    /// The stream.
     #[getter]
     fn stream(&self) -> StreamPy {
         StreamPy(self.stream.clone())
     }
 
+    /// The mode.
     #[getter]
     fn mode(&self) -> &'static str {
         MODES.iter().find(|(_, mode)| *mode == self.mode).map_or("global", |(name, _)| name)
     }
 
+    /// Its number, that of its graph: captures into one graph share it. None when it is not going on.
     #[getter]
     fn id(&self) -> Option<u64> {
         match &*self.lock() {
@@ -206,6 +223,7 @@ impl CapturePy {
         }
     }
 
+    /// Whether it goes on, or broke (`cuStreamIsCapturing`).
     #[getter]
     fn status(&self, py: Python<'_>) -> PyResult<&'static str> {
         if self.id().is_none() {
@@ -214,6 +232,7 @@ impl CapturePy {
         call(py, |api| self.stream.capture_status(api)).map(status_name)
     }
 
+    /// The nodes that the next one depends on (`cuStreamGetCaptureInfo`).
     #[getter]
     fn dependencies(&self, py: Python<'_>) -> PyResult<Vec<NodePy>> {
         let owner = self.owner().py(py)?;
@@ -221,10 +240,14 @@ impl CapturePy {
         Ok(nodes.into_iter().map(NodePy).collect())
     }
 
+    /// Add nodes to those that the next one depends on (`cuStreamUpdateCaptureDependencies`).
+    ///
+    /// Raises `InvalidValueError` for a node of another graph.
     fn add_dependencies(&self, py: Python<'_>, nodes: &Bound<'_, PyAny>) -> PyResult<()> {
         self.update(py, nodes, Update::Add)
     }
 
+    /// Make the next node depend on these alone (`cuStreamUpdateCaptureDependencies`).
     fn set_dependencies(&self, py: Python<'_>, nodes: &Bound<'_, PyAny>) -> PyResult<()> {
         self.update(py, nodes, Update::Set)
     }

@@ -29,6 +29,10 @@ enum Ending {
     Error(PyErr),
 }
 
+/// The result of host code, or of reaching a point of a stream. It resolves exactly once.
+///
+/// `await` it, wait for it with `result`, or ask for a call with `add_done_callback`. A failure that nobody retrieves
+/// is reported through `sys.unraisablehook`. Dropping a completion cancels nothing.
 #[pyclass(name = "Completion", module = "rstream", frozen, weakref)]
 pub(super) struct CompletionPy {
     inner: Arc<Inner>,
@@ -198,10 +202,16 @@ impl CompletionPy {
         class.py().import("types")?.getattr("GenericAlias")?.call1((class, item))
     }
 
+    /// Whether it is resolved. Never blocks, and may be called inside a callback.
     fn done(&self) -> bool {
         self.inner.is_done()
     }
 
+    /// Wait at most `timeout` seconds and return what the host code returned, or raise what it raised.
+    ///
+    /// Raises `DeviceFaultError` for host code that did not run because of a fault, `CancelledError` after a
+    /// cancellation, `ShutdownError` if the interpreter was going, `WaitTimeoutError` when the time runs out, and
+    /// `NotPermittedError` inside a callback when the wait would block. Ctrl-C ends the wait.
     #[pyo3(signature = (timeout=None))]
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<PyAny>> {
         match self.wait(py, timeout)? {
@@ -210,6 +220,7 @@ impl CompletionPy {
         }
     }
 
+    /// As `result`, but returns the exception, or `None`.
     #[pyo3(signature = (timeout=None))]
     fn exception(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Py<PyAny>>> {
         Ok(match self.wait(py, timeout)? {
@@ -218,6 +229,7 @@ impl CompletionPy {
         })
     }
 
+    /// The status that the driver gave at this point of the stream; `None` until then.
     #[getter]
     fn status<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let status = match &*self.inner {
@@ -227,6 +239,7 @@ impl CompletionPy {
         status.map(|status| status_object(py, status)).transpose()
     }
 
+    /// Ask that the host code be not run. True when it had not started: `result` then raises `CancelledError`.
     fn cancel(&self, py: Python<'_>) -> bool {
         // Done callbacks of other completions' owners may run in here.
         py.detach(|| match &*self.inner {
@@ -235,6 +248,7 @@ impl CompletionPy {
         })
     }
 
+    /// Whether it was cancelled.
     fn cancelled(&self) -> bool {
         let cancelled = |error: Option<&Error>| matches!(error, Some(Error::Cancelled));
         match &*self.inner {
@@ -244,6 +258,10 @@ impl CompletionPy {
         .unwrap_or(false)
     }
 
+    /// Call `function(completion)` once when this is resolved, on a worker thread; at once, here, if it is already.
+    ///
+    /// On a worker the call may use the API, and an exception goes to `sys.unraisablehook`. Functions that are added to
+    /// one completion may be called in any order.
     fn add_done_callback(slf: &Bound<'_, Self>, function: &Bound<'_, PyAny>) -> PyResult<()> {
         CompletionPy::_add_waiter(slf, function).map(drop)
     }
@@ -294,6 +312,7 @@ impl CompletionPy {
         WRAP.import(slf.py(), "rstream._waiting", "asyncio_future")?.call1((slf,))?.call_method0("__await__")
     }
 
+    /// A `concurrent.futures.Future` that gets the same result.
     fn future<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         static WRAP: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         WRAP.import(slf.py(), "rstream._waiting", "concurrent_future")?.call1((slf,))

@@ -8,6 +8,16 @@ use super::call;
 use crate::device::Device;
 use crate::error::Error;
 
+/// A GPU (`Device(0)`) or a software device (`Device("soft")`, `Device("soft:1")`).
+///
+/// The first use retains the device's primary context (`cuDevicePrimaryCtxRetain`), the one that torch and CuPy use,
+/// and
+/// keeps it for the life of the process. Devices are equal when they are the same device, and can be hashed and
+/// pickled.
+///
+/// Raises `DriverNotFoundError` without a driver, `InvalidValueError` for a device that there is not, `TypeError` for
+/// what
+/// names no device.
 #[pyclass(name = "Device", module = "rstream", frozen, eq, hash, weakref)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct DevicePy(pub(super) Device);
@@ -50,42 +60,50 @@ impl DevicePy {
         .map(DevicePy)
     }
 
+    /// The name (`cuDeviceGetName`).
     #[getter]
     fn name(&self) -> &'static str {
         self.0.name()
     }
 
+    /// The number among the devices of its driver.
     #[getter]
     fn ordinal(&self) -> u32 {
         self.0.ordinal()
     }
 
+    /// Whether it is a software device.
     #[getter]
     fn is_software(&self) -> bool {
         self.0.is_software()
     }
 
+    /// The newest CUDA version that the driver supports, `(13, 0)` (`cuDriverGetVersion`).
     #[getter]
     fn driver_version(&self) -> (u32, u32) {
         let version = self.0.driver_version();
         (version / 1000, version % 1000 / 10)
     }
 
+    /// Major and minor compute capability, `(9, 0)`.
     #[getter]
     fn compute_capability(&self) -> (i32, i32) {
         self.0.compute_capability()
     }
 
+    /// Least and greatest priority of a stream; lower numbers go first (`cuCtxGetStreamPriorityRange`).
     #[getter]
     fn priority_range(&self) -> (i32, i32) {
         self.0.priority_range()
     }
 
+    /// The handle of the primary context (`CUcontext`).
     #[getter]
     fn context_handle(&self) -> usize {
         self.0.context_handle()
     }
 
+    /// The attributes that matter to streams, by name (`cuDeviceGetAttribute`).
     #[getter]
     fn attributes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyMappingProxy>> {
         let device = self.0;
@@ -96,16 +114,24 @@ impl DevicePy {
         Ok(PyMappingProxy::new(py, dict.as_mapping()))
     }
 
+    /// Free and total memory in bytes (`cuMemGetInfo`).
     fn memory_info(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
         let device = self.0;
         call(py, move |api| device.memory_info(api))
     }
 
+    /// Give memory that collected arrays left in rstream's cache back to the driver; returns its size in bytes.
+    ///
+    /// Waits for all work that is queued on the device (`cuMemFree`, `cuMemFreeHost`).
     fn free_cached_memory(&self, py: Python<'_>) -> PyResult<usize> {
         let device = self.0;
         call(py, move |api| device.free_cached_memory(api))
     }
 
+    /// Wait for all work of the context (`cuCtxSynchronize`).
+    ///
+    /// Releases the GIL, but blocks in the driver: Ctrl-C takes effect afterwards. Raises `DeviceFaultError` after a
+    /// fault.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         let device = self.0;
         call(py, move |api| device.synchronize(api))
@@ -125,11 +151,15 @@ impl DevicePy {
     }
 }
 
+/// Every device: the GPUs, if there is a driver, then the software devices.
 #[pyfunction]
 pub(super) fn devices(py: Python<'_>) -> PyResult<Vec<DevicePy>> {
     Ok(call(py, Device::all)?.into_iter().map(DevicePy).collect())
 }
 
+/// The device of the environment variable `RSTREAM_DEVICE`, else GPU 0.
+///
+/// The software device is never chosen unasked: without a driver, `DriverNotFoundError` names it as a way out.
 #[pyfunction]
 pub(super) fn default_device(py: Python<'_>) -> PyResult<DevicePy> {
     call(py, Device::default).map(DevicePy)

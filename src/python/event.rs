@@ -10,6 +10,11 @@ use super::stream::StreamPy;
 use super::{call, call_interruptibly, timeout};
 use crate::event::{Event, EventOptions};
 
+/// A mark that is recorded in a stream and reached when the work before it is done (`cuEventCreate`).
+///
+/// `timing`: take timestamps for `elapsed_since`. `blocking_sync`: other libraries' waits for it sleep instead of
+/// spinning.
+/// `interprocess`: it can be shared; needs `timing=False`, else `InvalidValueError`.
 #[pyclass(name = "Event", module = "rstream", frozen, weakref)]
 pub(super) struct EventPy(pub(super) Event);
 
@@ -29,54 +34,68 @@ impl EventPy {
         call(py, move |api| Event::new(api, device, options)).map(EventPy)
     }
 
+    /// The device.
     #[getter]
     fn device(&self) -> DevicePy {
         DevicePy(self.0.device())
     }
 
+    /// Whether it takes timestamps.
     #[getter]
     fn timing(&self) -> bool {
         self.0.options().timing
     }
 
+    /// Whether waits for it in the driver sleep.
     #[getter]
     fn blocking_sync(&self) -> bool {
         self.0.options().blocking_sync
     }
 
+    /// Whether it can be shared with other processes.
     #[getter]
     fn interprocess(&self) -> bool {
         self.0.options().interprocess
     }
 
+    /// The handle (`CUevent`). Raises `ClosedError` on a closed event.
     #[getter]
     fn handle(&self, py: Python<'_>) -> PyResult<usize> {
         self.0.handle().py(py)
     }
 
+    /// Whether it was closed.
     #[getter]
     fn closed(&self) -> bool {
         self.0.is_closed()
     }
 
+    /// Record it behind all that is queued on `stream` so far (`cuEventRecord`).
     fn record(&self, py: Python<'_>, stream: &StreamPy) -> PyResult<()> {
         call(py, |api| stream.0.record(api, &self.0))
     }
 
+    /// Whether it was reached, or was never recorded (`cuEventQuery`). Raises `DeviceFaultError` after a fault.
     fn query(&self, py: Python<'_>) -> PyResult<bool> {
         call(py, |api| self.0.query(api))
     }
 
+    /// Wait until it was reached, at most `timeout` seconds. As `Stream.synchronize`.
     #[pyo3(signature = (timeout=None))]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = self::timeout(timeout).py(py)?;
         call_interruptibly(py, |api, interrupted| self.0.synchronize(api, limit, interrupted))
     }
 
+    /// Milliseconds from `earlier` to this event (`cuEventElapsedTime`); negative if this one was reached first.
+    ///
+    /// Raises `InvalidValueError` for events without timing, `InvalidHandleError` for one that was not recorded,
+    /// `CudaError` (600) for one that was not reached.
     fn elapsed_since(&self, py: Python<'_>, earlier: &EventPy) -> PyResult<f32> {
         call(py, |api| self.0.elapsed_since(api, &earlier.0))
     }
 
+    /// A completion that resolves when the record of this moment is reached.
     fn completion(&self, py: Python<'_>) -> PyResult<CompletionPy> {
         call(py, |api| self.0.completion(api)).map(CompletionPy::notice)
     }
@@ -85,6 +104,7 @@ impl EventPy {
         Bound::new(py, self.completion(py)?)?.call_method0("__await__")
     }
 
+    /// Give the event up. Returns at once; waits that are queued for it are not affected.
     fn close(&self) {
         self.0.close();
     }

@@ -20,17 +20,20 @@ use crate::device::Device;
 use crate::error::Refused;
 use crate::graph::{Graph, GraphExec, HostNode, Label, Node};
 
+/// A node of a graph (`CUgraphNode`).
 #[pyclass(name = "Node", module = "rstream", frozen, subclass, eq, hash)]
 #[derive(PartialEq, Eq, Hash)]
 pub(super) struct NodePy(pub(super) Node);
 
 #[pymethods]
 impl NodePy {
+    /// What it does: `"kernel"`, `"memcpy"`, `"host"` and so on, as in `CUgraphNodeType`.
     #[getter]
     fn kind(&self) -> &'static str {
         self.0.kind().name()
     }
 
+    /// The handle (`CUgraphNode`).
     #[getter]
     fn handle(&self) -> usize {
         self.0.handle()
@@ -45,6 +48,7 @@ impl NodePy {
     }
 }
 
+/// A host function in a graph. This object does not keep the function alive; the graph does.
 #[pyclass(name = "HostNode", module = "rstream", frozen, extends = NodePy)]
 pub(super) struct HostNodePy {
     node: HostNode,
@@ -61,16 +65,19 @@ impl HostNodePy {
 
 #[pymethods]
 impl HostNodePy {
+    /// The function's name.
     #[getter]
     fn name(&self) -> &str {
         self.node.name()
     }
 
+    /// How often it was run, by all launches of all executables that have it.
     #[getter]
     fn runs(&self) -> u64 {
         self.node.runs()
     }
 
+    /// What its runs raised: the last 100. The frames of their tracebacks are cleared, so that they hold nothing.
     #[getter]
     fn errors(&self, py: Python<'_>) -> Vec<Py<PyAny>> {
         self.errors.as_ref().map_or(Vec::new(), |errors| errors.raised(py))
@@ -136,6 +143,11 @@ pub(super) fn add_host_node<F: Send>(
 /// A host function of a graph, as the core takes it.
 pub(super) type Run = Box<dyn Fn() + Send + Sync>;
 
+/// A graph (`CUgraph`): work as nodes and edges, made by capture or by hand, that is launched as often as one likes.
+///
+/// What its nodes use (functions, arrays, events) lives as long as the graph, an executable made from it, or a pending
+/// launch. Methods that add a node take `dependencies`, a node or several, and raise `InvalidValueError` for nodes of
+/// another graph.
 #[pyclass(name = "Graph", module = "rstream", frozen, weakref, eq, hash)]
 #[derive(PartialEq, Eq, Hash)]
 pub(super) struct GraphPy(pub(super) Graph);
@@ -149,16 +161,19 @@ impl GraphPy {
         call(py, move |api| Graph::new(api, device)).map(GraphPy)
     }
 
+    /// The device.
     #[getter]
     fn device(&self) -> DevicePy {
         DevicePy(self.0.device())
     }
 
+    /// The handle (`CUgraph`). Raises `CaptureError` while it is captured into.
     #[getter]
     fn handle(&self, py: Python<'_>) -> PyResult<usize> {
         call(py, |_| self.0.handle())
     }
 
+    /// The nodes, in no particular order; host functions of rstream are `HostNode`s (`cuGraphGetNodes`).
     #[getter]
     fn nodes(&self, py: Python<'_>) -> PyResult<Vec<Py<NodePy>>> {
         let (nodes, hosts) = call(py, |api| Ok((self.0.nodes(api)?, self.0.host_nodes(api)?)))?;
@@ -169,12 +184,17 @@ impl GraphPy {
         nodes.into_iter().map(object).collect()
     }
 
+    /// The edges: the second node of each pair depends on the first (`cuGraphGetEdges`).
     #[getter]
     fn edges(&self, py: Python<'_>) -> PyResult<Vec<(NodePy, NodePy)>> {
         let edges = call(py, |api| self.0.edges(api))?;
         Ok(edges.into_iter().map(|(from, to)| (NodePy(from), NodePy(to))).collect())
     }
 
+    /// Add a host function: `fn(*args, **kwargs)` runs once for each launch (`cuGraphAddHostNode`).
+    ///
+    /// It must not call the API. What it raises is in `HostNode.errors`, and told to `GraphExec.on_error` or else to
+    /// `sys.unraisablehook`; the launch goes on.
     #[pyo3(signature = (r#fn, /, *args, dependencies=None, **kwargs))]
     fn add_host_node(
         &self,
@@ -189,12 +209,16 @@ impl GraphPy {
         })
     }
 
+    /// Add a node that does nothing (`cuGraphAddEmptyNode`).
     #[pyo3(signature = (*, dependencies=None))]
     fn add_empty_node(&self, py: Python<'_>, dependencies: Option<&Bound<'_, PyAny>>) -> PyResult<NodePy> {
         let nodes = optional(dependencies)?;
         call(py, |api| self.0.add_empty_node(api, &nodes)).map(NodePy)
     }
 
+    /// Add a copy of all bytes of `src` to `dst` (`cuGraphAddMemcpyNode`). Arrays as for `Stream.copy`.
+    ///
+    /// Work that another library has queued on the arrays is waited for now.
     #[pyo3(signature = (dst, src, *, dependencies=None))]
     fn add_memcpy_node(
         &self,
@@ -216,6 +240,7 @@ impl GraphPy {
         .map(NodePy)
     }
 
+    /// Add that every element of `dst` is set to `value` (`cuGraphAddMemsetNode`). As for `Stream.fill`.
     #[pyo3(signature = (dst, value, *, dependencies=None))]
     fn add_memset_node(
         &self,
@@ -235,6 +260,7 @@ impl GraphPy {
         .map(NodePy)
     }
 
+    /// Add a node that records `event` at each launch (`cuGraphAddEventRecordNode`).
     #[pyo3(signature = (event, *, dependencies=None))]
     fn add_event_record_node(
         &self,
@@ -246,6 +272,7 @@ impl GraphPy {
         call(py, |api| self.0.add_event_record_node(api, &nodes, &event.0)).map(NodePy)
     }
 
+    /// Add a node that waits at each launch for `event`, as it is recorded then (`cuGraphAddEventWaitNode`).
     #[pyo3(signature = (event, *, dependencies=None))]
     fn add_event_wait_node(
         &self,
@@ -257,6 +284,7 @@ impl GraphPy {
         call(py, |api| self.0.add_event_wait_node(api, &nodes, &event.0)).map(NodePy)
     }
 
+    /// Add a copy of `graph` as a node (`cuGraphAddChildGraphNode`).
     #[pyo3(signature = (graph, *, dependencies=None))]
     fn add_child_graph(
         &self,
@@ -268,6 +296,9 @@ impl GraphPy {
         call(py, |api| self.0.add_child_graph(api, &nodes, &graph.0)).map(NodePy)
     }
 
+    /// Add edges: the second node of each pair will depend on the first (`cuGraphAddDependencies`).
+    ///
+    /// Raises `InvalidValueError` for a node and itself, and for an edge that exists.
     fn add_dependencies(&self, py: Python<'_>, edges: &Bound<'_, PyAny>) -> PyResult<()> {
         let edge = |edge: PyResult<Bound<'_, PyAny>>| {
             let (from, to) = edge?.extract::<(Bound<'_, NodePy>, Bound<'_, NodePy>)>()?;
@@ -277,19 +308,23 @@ impl GraphPy {
         call(py, |api| self.0.add_dependencies(api, &edges))
     }
 
+    /// A copy of the graph, which shares the functions (`cuGraphClone`).
     fn clone(&self, py: Python<'_>) -> PyResult<GraphPy> {
         call(py, |api| self.0.clone_graph(api)).map(GraphPy)
     }
 
+    /// The node of this clone that `original` became (`cuGraphNodeFindInClone`).
     fn find_in_clone(&self, py: Python<'_>, original: &NodePy) -> PyResult<NodePy> {
         let original = original.0;
         call(py, |api| self.0.find_in_clone(api, original)).map(NodePy)
     }
 
+    /// The graph in the DOT language of Graphviz.
     fn to_dot(&self, py: Python<'_>) -> PyResult<String> {
         call(py, |api| self.0.to_dot(api))
     }
 
+    /// A drawing, as SVG. For graphs of some hundred nodes at most.
     fn to_svg(&self, py: Python<'_>) -> PyResult<String> {
         call(py, |api| self.0.to_svg(api))
     }
@@ -300,6 +335,10 @@ impl GraphPy {
         call(py, |api| if self.0.nodes(api)?.len() <= MOST_NODES { self.0.to_svg(api).map(Some) } else { Ok(None) })
     }
 
+    /// Give it up (`cuGraphDestroy`, on a background thread). Executables made from it go on.
+    ///
+    /// Needed when a function in it refers to the graph or an executable: the driver owns the function, so the garbage
+    /// collector cannot see such a cycle.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         call(py, |_| self.0.close())
     }
@@ -313,6 +352,7 @@ impl GraphPy {
         self.close(py)
     }
 
+    /// Make it executable (`cuGraphInstantiateWithFlags`). Raises `InvalidValueError` when it has a cycle.
     fn instantiate(&self, py: Python<'_>) -> PyResult<GraphExecPy> {
         let exec = call(py, |api| self.0.instantiate(api))?;
         Ok(GraphExecPy { exec, handlers: Mutex::default() })
@@ -327,6 +367,7 @@ impl GraphPy {
     }
 }
 
+/// A graph that can be launched (`CUgraphExec`), made by `Graph.instantiate`. Launches of one never overlap.
 #[pyclass(name = "GraphExec", module = "rstream", frozen, weakref)]
 pub(super) struct GraphExecPy {
     exec: GraphExec,
@@ -354,29 +395,40 @@ impl GraphExecPy {
 
 #[pymethods]
 impl GraphExecPy {
+    /// The device.
     #[getter]
     fn device(&self) -> DevicePy {
         DevicePy(self.exec.device())
     }
 
+    /// The handle (`CUgraphExec`). Raises `ClosedError`.
     #[getter]
     fn handle(&self, py: Python<'_>) -> PyResult<usize> {
         call(py, |_| self.exec.handle())
     }
 
+    /// Whether it was closed.
     #[getter]
     fn closed(&self) -> bool {
         self.exec.is_closed()
     }
 
+    /// Launch it behind what is queued on `stream` (`cuGraphLaunch`).
+    ///
+    /// After a device fault of earlier work its host functions do not run; `stream.completion()` behind the launch
+    /// tells. Raises `CaptureUnsupportedError` on a stream that captures.
     fn launch(&self, py: Python<'_>, stream: &StreamPy) -> PyResult<()> {
         call(py, |api| self.exec.launch(api, &stream.0))
     }
 
+    /// Bring what it needs to the device, so that the first launch is not slower (`cuGraphUpload`).
     fn upload(&self, py: Python<'_>, stream: &StreamPy) -> PyResult<()> {
         call(py, |api| self.exec.upload(api, &stream.0))
     }
 
+    /// Make later launches do what `graph` says (`cuGraphExecUpdate`).
+    ///
+    /// Raises `GraphUpdateError` when its nodes or edges are others; nothing is changed then.
     fn update(&self, py: Python<'_>, graph: &GraphPy) -> PyResult<()> {
         let before = self.errors();
         call(py, |api| self.exec.update(api, &graph.0))?;
@@ -387,6 +439,9 @@ impl GraphExecPy {
         Ok(())
     }
 
+    /// Have `fn(exception)` called for what host functions of its graph raise, on the thread that ran them.
+    ///
+    /// `fn` must not call the API. Held as long as this object.
     fn on_error(&self, r#fn: &Bound<'_, PyAny>) -> PyResult<()> {
         let handler = Handler::new(r#fn)?;
         self.handlers().push(handler);
@@ -394,6 +449,7 @@ impl GraphExecPy {
         Ok(())
     }
 
+    /// Give it up (`cuGraphExecDestroy`, on a background thread). Launches that are pending still run.
     fn close(&self) {
         self.exec.close();
     }

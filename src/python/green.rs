@@ -8,6 +8,11 @@ use super::device::{DevicePy, device_or_default};
 use super::stream::{StreamPy, clamped};
 use crate::green::GreenContext;
 
+/// A part of a device's multiprocessors, with streams of its own (`cuGreenCtxCreate`).
+///
+/// `multiprocessors` is how many it has at least; the driver rounds up, on most devices to a multiple of 8. It lives as
+/// long as this object or a stream made in it. Raises `InvalidValueError` for more than the device has,
+/// `DriverTooOldError` before CUDA 12.5.
 #[pyclass(name = "GreenContext", module = "rstream", frozen, weakref)]
 pub(super) struct GreenContextPy(GreenContext);
 
@@ -20,21 +25,25 @@ impl GreenContextPy {
         call(py, move |api| GreenContext::new(api, device, multiprocessors)).map(GreenContextPy)
     }
 
+    /// A new stream in it, which is non-blocking always (`cuGreenCtxStreamCreate`).
     #[pyo3(signature = (*, priority=0))]
     fn create_stream(&self, py: Python<'_>, priority: i64) -> PyResult<StreamPy> {
         call(py, |api| self.0.create_stream(api, clamped(priority))).map(StreamPy)
     }
 
+    /// The device.
     #[getter]
     fn device(&self) -> DevicePy {
         DevicePy(self.0.device())
     }
 
+    /// How many multiprocessors it has.
     #[getter]
     fn multiprocessors(&self) -> u32 {
         self.0.multiprocessors()
     }
 
+    /// The handle (`CUgreenCtx`).
     #[getter]
     fn handle(&self) -> usize {
         self.0.handle()

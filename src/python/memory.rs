@@ -12,6 +12,7 @@ use super::errors::PyResultExt as _;
 use crate::error::Error;
 use crate::memory::{Buffer, BufferKind, ManagedAttach};
 
+/// Bytes in pinned, managed or device memory; the arrays of the package are made of it.
 #[pyclass(name = "Memory", module = "rstream._core", frozen, weakref)]
 pub(super) struct MemoryPy(pub(super) Buffer);
 
@@ -51,21 +52,25 @@ impl MemoryPy {
         .map(MemoryPy)
     }
 
+    /// Where the bytes are.
     #[getter]
     fn kind(&self) -> &'static str {
         kind_name(self.0.kind())
     }
 
+    /// The address; 0 for no bytes.
     #[getter]
     fn ptr(&self) -> u64 {
         self.0.ptr()
     }
 
+    /// The number of bytes.
     #[getter]
     fn nbytes(&self) -> usize {
         self.0.len()
     }
 
+    /// The device that they were allocated for.
     #[getter]
     fn device(&self) -> DevicePy {
         DevicePy(self.0.device())
@@ -93,7 +98,7 @@ impl MemoryPy {
     }
 }
 
-/// Kind and device number of an address, as the driver of `device` knows it; `None` for plain host memory.
+/// Kind and device number of an address (`cuPointerGetAttribute`); `None` for plain host memory.
 #[pyfunction]
 pub(super) fn pointer_info(py: Python<'_>, device: &DevicePy, address: u64) -> PyResult<Option<(&'static str, u32)>> {
     let device = device.0;

@@ -121,7 +121,11 @@ mod _core {
 const POLICIES: [(&str, WaitPolicy); 3] =
     [("adaptive", WaitPolicy::Adaptive), ("spin", WaitPolicy::Spin), ("sleep", WaitPolicy::Sleep)];
 
-/// How rstream's polling thread waits.
+/// Set how the thread that polls for the memory signal waits, for the whole process.
+///
+/// `"adaptive"` spins for 50 us, then sleeps for an eighth of the time waited so far, at most 1 ms; `"spin"` spins,
+/// which takes a core while host code is queued; `"sleep"` never spins. With nothing queued it sleeps under each. The
+/// environment variable `RSTREAM_WAIT_POLICY` sets it for a process. Raises `InvalidValueError` for another.
 #[pyfunction]
 fn set_wait_policy(py: Python<'_>, policy: &str) -> PyResult<()> {
     let Some((_, policy)) = POLICIES.iter().find(|(name, _)| *name == policy) else {
@@ -132,14 +136,14 @@ fn set_wait_policy(py: Python<'_>, policy: &str) -> PyResult<()> {
     Ok(())
 }
 
-/// See `set_wait_policy`.
+/// How that thread waits: see `set_wait_policy`.
 #[pyfunction]
 fn wait_policy() -> &'static str {
     let now = poller::wait_policy();
     POLICIES.iter().find(|(_, policy)| *policy == now).map_or("adaptive", |(name, _)| name)
 }
 
-/// Whether this thread runs a callback or a host function.
+/// Whether this thread runs a callback or a host function, in which no calls of the API are permitted.
 #[pyfunction]
 fn in_callback() -> bool {
     crate::api::in_callback()
@@ -152,7 +156,7 @@ fn status_text(code: u32) -> (String, String, bool) {
     (status.name().into_owned(), status.description().into_owned(), status.sticky())
 }
 
-/// The counters of the process.
+/// Counters of the process: host code that was `accepted`, has `run`, has `failed` or was `cancelled`.
 #[pyfunction]
 fn stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let stats = crate::callback::stats();

@@ -1,6 +1,7 @@
 //! `rstream.Stream`.
 
 use std::any::Any;
+use std::ffi::c_void;
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -32,8 +33,25 @@ pub(super) fn clamped(priority: i64) -> i32 {
     i32::try_from(priority).unwrap_or(if priority < 0 { i32::MIN } else { i32::MAX })
 }
 
+/// A queue of work for a device (`cuStreamCreateWithPriority`).
+///
+/// `device` is a `Device` or what `Device()` takes; by default `default_device()`. A stream is non-blocking unless
+/// asked
+/// otherwise: it does not synchronize with the legacy default stream. `priority` is clamped to
+/// `device.priority_range`. `signal` says how the host is told that a point was reached: `"driver"` is the driver's own
+/// callbacks, `"auto"` the best that there is.
+///
+/// What a stream knows about itself is read once, so its properties, `repr`, `==` and `hash` never call the driver.
+/// Every
+/// method that calls the driver releases the GIL, and raises `NotPermittedError` inside a callback or host function,
+/// `ClosedError` on a closed stream and, where it has no form in a capture, `CaptureUnsupportedError` while the stream
+/// captures.
 #[pyclass(name = "Stream", module = "rstream", frozen, weakref)]
 pub(super) struct StreamPy(pub(super) Stream);
+
+/// What `add_native_callback` calls.
+type NativeFunction = unsafe extern "C" fn(*mut c_void);
+type NativeCallback = unsafe extern "C" fn(u32, *mut c_void);
 
 impl StreamPy {
     /// Queues a Python callable by `enqueue`. When that is refused the callable and its arguments are let go of before
@@ -99,6 +117,7 @@ impl StreamPy {
         call(py, move |api| Stream::new(api, device, options)).map(StreamPy)
     }
 
+    /// The legacy default stream (`CU_STREAM_LEGACY`), which blocking streams and it wait for each other.
     #[staticmethod]
     #[pyo3(signature = (device=None))]
     fn legacy_default(py: Python<'_>, device: Option<&Bound<'_, PyAny>>) -> PyResult<StreamPy> {
@@ -106,6 +125,9 @@ impl StreamPy {
         call(py, move |api| Stream::legacy_default(api, device)).map(StreamPy)
     }
 
+    /// The default stream of this thread (`CU_STREAM_PER_THREAD`).
+    ///
+    /// Use on another thread raises `InvalidValueError`.
     #[staticmethod]
     #[pyo3(signature = (device=None))]
     fn per_thread_default(py: Python<'_>, device: Option<&Bound<'_, PyAny>>) -> PyResult<StreamPy> {
@@ -113,6 +135,13 @@ impl StreamPy {
         call(py, move |api| Stream::per_thread_default(api, device)).map(StreamPy)
     }
 
+    /// A stream of another library, which is kept alive and never destroyed by rstream.
+    ///
+    /// `obj` has `__cuda_stream__`, or is a stream of torch, CuPy or Numba, or a handle as an integer, which then has
+    /// to
+    /// stay valid. Raises `TypeError` for what is no stream, `InvalidValueError` for a stream of another context than
+    /// the
+    /// device's primary one.
     #[staticmethod]
     #[pyo3(signature = (obj, device=None))]
     pub(super) fn from_external<'py>(
@@ -134,41 +163,49 @@ impl StreamPy {
         call(py, move |api| unsafe { Stream::from_raw(api, device, handle, Some(keep)) }).map(StreamPy)
     }
 
+    /// The handle (`CUstream`). Raises `ClosedError` on a closed stream.
     #[getter]
     fn handle(&self, py: Python<'_>) -> PyResult<usize> {
         self.0.handle().py(py)
     }
 
+    /// A number that no other stream of the process ever has (`cuStreamGetId`).
     #[getter]
     fn id(&self) -> u64 {
         self.0.id()
     }
 
+    /// The device.
     #[getter]
     fn device(&self) -> DevicePy {
         DevicePy(self.0.device())
     }
 
+    /// The priority, as the driver clamped it (`cuStreamGetPriority`).
     #[getter]
     fn priority(&self) -> i32 {
         self.0.priority()
     }
 
+    /// Whether it does not synchronize with the legacy default stream (`cuStreamGetFlags`).
     #[getter]
     fn non_blocking(&self) -> bool {
         self.0.non_blocking()
     }
 
+    /// The handle of its context (`cuStreamGetCtx_v2`).
     #[getter]
     fn context_handle(&self) -> usize {
         self.0.context_handle()
     }
 
+    /// The handle of its green context, if it is of one (`cuStreamGetCtx_v2`).
     #[getter]
     fn green_context(&self) -> Option<usize> {
         self.0.green_context()
     }
 
+    /// How the host is told that a point was reached; never `"auto"`.
     #[getter]
     fn signal(&self) -> &'static str {
         match self.0.signal() {
@@ -178,35 +215,57 @@ impl StreamPy {
         }
     }
 
+    /// Its attributes, to be read and set (`cuStreamGetAttribute`, `cuStreamSetAttribute`).
     #[getter]
     fn attributes(&self) -> StreamAttributesPy {
         StreamAttributesPy(self.0.clone())
     }
 
+    /// Take over all attributes of another stream, its priority included (`cuStreamCopyAttributes`).
+    ///
+    /// Raises `InvalidValueError` for a stream of another device.
     fn copy_attributes(&self, py: Python<'_>, from_stream: &StreamPy) -> PyResult<()> {
         call(py, |api| self.0.copy_attributes(api, &from_stream.0))
     }
 
+    /// Whether it was closed.
     #[getter]
     fn closed(&self) -> bool {
         self.0.is_closed()
     }
 
+    /// How many pieces of host code were queued through this object and are not resolved yet.
     #[getter]
     fn pending(&self) -> usize {
         self.0.pending()
     }
 
+    /// Whether all queued work is done (`cuStreamQuery`). Raises `DeviceFaultError` after a fault.
     fn query(&self, py: Python<'_>) -> PyResult<bool> {
         call(py, |api| self.0.query(api))
     }
 
+    /// Wait until all work queued so far is done.
+    ///
+    /// `timeout` is in seconds; when it runs out, `WaitTimeoutError` (a `TimeoutError`) is raised, and the stream can
+    /// be
+    /// waited for again. Ctrl-C ends the wait. Raises `InvalidValueError` for a negative time-out, `DeviceFaultError`
+    /// after a fault.
     #[pyo3(signature = (timeout=None))]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = self::timeout(timeout).py(py)?;
         call_interruptibly(py, |api, interrupted| self.0.synchronize(api, limit, interrupted))
     }
 
+    /// Make later work wait for an event, or for all that is queued on another stream so far (`cuStreamWaitEvent`).
+    ///
+    /// If the other stream captures, or the event was recorded in a capture, this stream takes part in that capture
+    /// from
+    /// then on. A stream that captures can wait for what is in its own capture only, or with `external=True` for an
+    /// event
+    /// as it is recorded at each launch of the graph (`CU_EVENT_WAIT_EXTERNAL`). Raises a `CaptureError` that says
+    /// which
+    /// rule would have been broken.
     #[pyo3(signature = (event_or_stream, *, external=false))]
     fn wait(&self, py: Python<'_>, event_or_stream: &Bound<'_, PyAny>, external: bool) -> PyResult<()> {
         if let Ok(event) = event_or_stream.cast::<EventPy>() {
@@ -234,6 +293,11 @@ impl StreamPy {
         call(py, |api| self.0.wait_stream(api, &other.0))
     }
 
+    /// Record `event`, or a new one, behind all that is queued so far (`cuEventRecord`), and return it.
+    ///
+    /// While the stream captures, the event stands for what was captured so far: streams can wait for it, the host
+    /// cannot. With `external=True` it is recorded at each launch of the graph (`CU_EVENT_RECORD_EXTERNAL`). Raises
+    /// `InvalidValueError` for an event of another device.
     #[pyo3(signature = (event=None, *, external=false))]
     fn record<'py>(
         &self,
@@ -253,6 +317,14 @@ impl StreamPy {
         Ok(event)
     }
 
+    /// A capture of this stream, to be begun by `with`: what is queued inside becomes nodes of a graph.
+    ///
+    /// `mode` says which 'potentially unsafe' calls (`cudaMalloc`, `cudaEventQuery`, …) break the capture while it
+    /// lasts:
+    /// those of this thread and of others (`"global"`), of this thread (`"thread_local"`), or none (`"relaxed"`). What
+    /// rstream itself calls never does. With `graph`, nodes go into that graph, the first ones behind its nodes
+    /// `dependencies`. Those that were captured before it is abandoned stay; if the capture breaks, or ends with work
+    /// that was not joined, that graph is gone (`cuStreamBeginCapture`, `cuStreamBeginCaptureToGraph`).
     #[pyo3(signature = (*, mode="global", graph=None, dependencies=None))]
     fn capture(
         &self,
@@ -264,11 +336,15 @@ impl StreamPy {
         CapturePy::new(py, self.0.clone(), mode, graph, dependencies)
     }
 
+    /// Whether the stream takes part in a capture, whoever began it (`cuStreamIsCapturing`). Never disturbs one.
+    ///
+    /// Raises `CaptureImplicitError` for the legacy default stream while a blocking stream captures.
     #[getter]
     fn capture_status(&self, py: Python<'_>) -> PyResult<&'static str> {
         call(py, |api| self.0.capture_status(api)).map(status_name)
     }
 
+    /// The capture that the stream takes part in (`cuStreamGetCaptureInfo`), or None. Never disturbs one.
     #[getter]
     fn capture_info(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
         static CLASS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
@@ -280,6 +356,12 @@ impl StreamPy {
         class.call1((info.id, info.graph, nodes)).map(|info| Some(info.unbind()))
     }
 
+    /// Say to whom managed memory belongs from this point of the stream on (`cuStreamAttachMemAsync`).
+    ///
+    /// `"single"`: to this stream alone, `"global"`: to all, `"host"`: to none on a device without concurrent managed
+    /// access. The driver takes it back when the stream goes, and rstream when the array does. On every device, memory
+    /// that is attached to one stream may be read and written inside that stream's callbacks, as NumPy. Raises
+    /// `InvalidValueError` for `"single"` on the legacy default stream, `TypeError` for another array.
     fn attach(&self, py: Python<'_>, array: &Bound<'_, PyAny>, attach: &str) -> PyResult<()> {
         let to = match attach {
             "global" => Attach::Global,
@@ -301,6 +383,11 @@ impl StreamPy {
         call(py, move |api| self.0.attach_memory(api, &buffer, to))
     }
 
+    /// Queue a callback: `fn(status, *args, **kwargs)` runs once when all work before is done.
+    ///
+    /// Later work waits until it returns. After a device fault it runs too, with the fault's status. It must not call
+    /// the
+    /// API (`cuStreamAddCallback`). When the enqueue fails, its references are dropped before the exception is raised.
     #[pyo3(signature = (r#fn, /, *args, **kwargs))]
     fn add_callback(
         &self,
@@ -314,6 +401,13 @@ impl StreamPy {
         })
     }
 
+    /// Queue a host function: `fn(*args, **kwargs)` runs once when all work before is done.
+    ///
+    /// Later work waits until it returns. It must not call the API. After a device fault it does not run, and its
+    /// completion raises the error (`cuStreamAddCallback`, since `cuLaunchHostFunc` would not tell).
+    ///
+    /// While the stream captures, whoever began that, it becomes a node instead, which runs once for each launch, and a
+    /// `HostNode` is returned: as by `Capture.launch_host_func`.
     #[pyo3(signature = (r#fn, /, *args, **kwargs))]
     fn launch_host_func(
         &self,
@@ -337,6 +431,10 @@ impl StreamPy {
         }
     }
 
+    /// Queue a continuation: `fn(*args, **kwargs)` runs once on a worker thread when all work before is done.
+    ///
+    /// The stream does not wait for it, and it may call the API. The continuations of a stream run in order. After a
+    /// device fault it does not run, and its completion raises the error.
     #[pyo3(signature = (r#fn, /, *args, **kwargs))]
     fn then(
         &self,
@@ -347,6 +445,51 @@ impl StreamPy {
         self.queue(r#fn, args, kwargs, |api, stream, job| stream.then(api, move |_api: &Api<'_>| job.run_free()))
     }
 
+    /// Queue a native function: it runs once when all work before is done, without the GIL.
+    ///
+    /// `address` is that of a C function `void f(void *user_data)`, or with `status=True`
+    /// `void f(uint32_t status, void *user_data)`: from ctypes, cffi, a Numba `@cfunc` or a library. Later work waits
+    /// until it returns. It must not call the API. With `status` it runs after a device fault too, with the code of the
+    /// fault; without, it does not run then, and its completion raises the error. `keep_alive` is kept until it has
+    /// run. A wrong address crashes the process. Raises `InvalidValueError` for address 0.
+    #[pyo3(signature = (address, user_data=0, *, keep_alive=None, status=false))]
+    fn add_native_callback(
+        &self,
+        py: Python<'_>,
+        address: usize,
+        user_data: usize,
+        keep_alive: Option<Py<PyAny>>,
+        status: bool,
+    ) -> PyResult<CompletionPy> {
+        if address == 0 {
+            return Err(exception(py, &Error::invalid("address=0 is no function")));
+        }
+        let keep = keep_alive.map(Buried::new);
+        let queued = call(py, move |api| {
+            if status {
+                let run = move |status: Status| {
+                    // SAFETY: the address is that of such a function, which is the caller's duty, as documented.
+                    let f: NativeCallback = unsafe { std::mem::transmute(address) };
+                    // SAFETY: as above.
+                    unsafe { f(status.code(), user_data as *mut c_void) };
+                    drop(keep);
+                };
+                Ok(self.0.add_callback(api, run)?)
+            } else {
+                let run = move || {
+                    // SAFETY: the address is that of such a function, which is the caller's duty, as documented.
+                    let f: NativeFunction = unsafe { std::mem::transmute(address) };
+                    // SAFETY: as above.
+                    unsafe { f(user_data as *mut c_void) };
+                    drop(keep);
+                };
+                Ok(self.0.launch_host_func(api, run)?)
+            }
+        });
+        queued.map(CompletionPy::notice)
+    }
+
+    /// A completion that resolves when all work queued so far is done.
     fn completion(&self, py: Python<'_>) -> PyResult<CompletionPy> {
         call(py, |api| self.0.completion(api)).map(CompletionPy::notice)
     }
@@ -355,6 +498,16 @@ impl StreamPy {
         Bound::new(py, self.completion(py)?)?.call_method0("__await__")
     }
 
+    /// Queue a copy of all bytes of `src` to `dst` (`cuMemcpyAsync`).
+    ///
+    /// Both are kept alive until it is done, or, while the stream captures, as long as the graph.
+    ///
+    /// Each is a C-contiguous NumPy array, an array of rstream, or an object with `__cuda_array_interface__`; they have
+    /// the same number of bytes, whatever their shapes and dtypes. A copy from ordinary (pageable) NumPy memory reads
+    /// it
+    /// before the call returns or soon after; one into it returns when the copy is done. Raises `InvalidValueError` for
+    /// sizes that differ, a read-only `dst`, memory that is not contiguous or of another device; `TypeError` for
+    /// another object.
     fn copy(slf: &Bound<'_, Self>, dst: &Bound<'_, PyAny>, src: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = slf.py();
         let stream = &slf.get().0;
@@ -368,6 +521,9 @@ impl StreamPy {
         })
     }
 
+    /// Queue that every element of `dst` is set to `value`, cast to its dtype (`cuMemsetD8Async` and its kin).
+    ///
+    /// The element's bytes have to be one value of 1, 2 or 4 bytes, or repeat it. Raises `InvalidValueError` otherwise.
     fn fill(slf: &Bound<'_, Self>, dst: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = slf.py();
         let stream = &slf.get().0;
@@ -378,6 +534,7 @@ impl StreamPy {
         call(py, move |api| unsafe { stream.fill_raw(api, to.address, pattern, count, Buried::new(to.keep)) })
     }
 
+    /// Give the stream up (`cuStreamDestroy`, on a background thread). Returns at once; queued work still runs.
     fn close(&self) {
         self.0.close();
     }
@@ -391,6 +548,7 @@ impl StreamPy {
         self.0.close();
     }
 
+    /// The protocol by which other libraries take the stream: `(0, handle)`.
     fn __cuda_stream__(&self, py: Python<'_>) -> PyResult<(u32, usize)> {
         Ok((0, self.0.handle().py(py)?))
     }
