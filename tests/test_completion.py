@@ -347,3 +347,27 @@ def test_a_callback_does_not_wait_for_completions(stream, wait):
         refused = stream.add_callback(callback)
         later.append(stream.completion())
     assert isinstance(refused.exception(30), rs.NotPermittedError)
+
+
+def test_a_loop_is_woken_up_once_for_all_that_is_due(stream):
+    async def main():
+        loop, wakes = asyncio.get_running_loop(), []
+        wake = loop.call_soon_threadsafe
+
+        def counted(*args, **kwargs):
+            wakes.append(1)
+            return wake(*args, **kwargs)
+
+        loop.call_soon_threadsafe = counted
+        with rs.testing.hold(stream):
+            completions = [stream.then(int, str(number)) for number in range(100)]
+            waiting = asyncio.gather(*completions)
+            await asyncio.sleep(0)
+        # The loop does not run meanwhile.
+        rs.wait(completions, 30)
+        stream.then(int).result(30)
+        return await waiting, len(wakes)
+
+    results, wakes = asyncio.run(main())
+    assert results == list(range(100))
+    assert wakes == 1

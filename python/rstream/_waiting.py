@@ -9,6 +9,7 @@ import math
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -159,25 +160,55 @@ def _settle(future: Any, completion: _core.Completion[Any]) -> None:
         future.set_exception(error)
 
 
+_Due = tuple["asyncio.Future[Any]", "_core.Completion[Any]"]
+
+
+class _Inbox:
+    """What is due for an event loop: it is woken up once for all of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._due: list[_Due] = []
+
+    def put(self, loop: asyncio.AbstractEventLoop, due: _Due) -> None:
+        with self._lock:
+            self._due.append(due)
+            if len(self._due) > 1:
+                return
+        try:
+            loop.call_soon_threadsafe(self._drain)
+        except RuntimeError:
+            # The loop is closed, and with it everybody who could have waited.
+            self._take()
+
+    def _take(self) -> list[_Due]:
+        with self._lock:
+            due, self._due = self._due, []
+        return due
+
+    def _drain(self) -> None:
+        for future, completion in self._take():
+            if not future.done():
+                _settle(future, completion)
+
+
+_inboxes_lock = threading.Lock()
+_inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Inbox] = weakref.WeakKeyDictionary()
+
+
 def asyncio_future(completion: _core.Completion[Any]) -> asyncio.Future[Any]:
     """The completion as a future of the running loop: what `await completion` waits for."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(completion: _core.Completion[Any]) -> None:
-        if not future.done():
-            _settle(future, completion)
+    if completion.done():
+        _settle(future, completion)
+        return future
+    with _inboxes_lock:
+        inbox = _inboxes.setdefault(loop, _Inbox())
 
     def tell(completion: _core.Completion[Any]) -> None:
-        try:
-            loop.call_soon_threadsafe(settle, completion)
-        except RuntimeError:
-            # The loop is closed, and with it everybody who could have waited.
-            pass
+        inbox.put(loop, (future, completion))
 
-    if completion.done():
-        settle(completion)
-        return future
     waiter = completion._add_waiter(tell)
 
     def forget(future: asyncio.Future[Any]) -> None:
