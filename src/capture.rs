@@ -16,7 +16,7 @@ use std::ffi::c_uint;
 use std::marker::PhantomData;
 use std::ops::Deref;
 use std::ptr;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::thread::{self, ThreadId};
 
 use cudarc::driver::sys::{CUgraph, CUgraphNode, CUstream};
@@ -26,6 +26,7 @@ use crate::device::Device;
 use crate::driver::{Driver, is_forked_child};
 use crate::error::{Error, Refused, Result, Status};
 use crate::event::Event;
+use crate::gate;
 use crate::graph::{Captive, Graph, HostNode, Label, Node, Owner};
 use crate::memory::{Buffer, Pattern};
 use crate::reaper;
@@ -212,7 +213,7 @@ impl RawCapture {
         into: Option<(&Graph, &[Node])>,
     ) -> Result<RawCapture> {
         let driver = stream.device().driver();
-        let phase = driver.phase.write().unwrap_or_else(PoisonError::into_inner);
+        let gate = stream.gate().write();
         let ready = stream.alive(api)?;
         let handle = ready.handle();
         if stream.is_legacy_default() {
@@ -252,7 +253,7 @@ impl RawCapture {
         let thread = thread::current().id();
         // SAFETY: as above.
         let begun = unsafe { state(driver, handle) };
-        drop(phase);
+        drop(gate);
         let mut capture = RawCapture { stream: stream.clone(), raw, mode, thread, id: 0, into, ended: false };
         capture.id = begun?.id;
         if let Some(into) = &capture.into {
@@ -274,23 +275,38 @@ impl RawCapture {
     /// on then, and is given back.
     pub(crate) fn end(mut self, api: &Api<'_>) -> Result<Graph, (Error, Option<Box<RawCapture>>)> {
         if self.mode != CaptureMode::Relaxed && self.thread != thread::current().id() {
-            let error = Error::capture(
-                Status::STREAM_CAPTURE_WRONG_THREAD,
-                "a capture ends on the thread that began it, unless its mode is relaxed: end it there",
-            );
-            return Err((error, Some(Box::new(self))));
+            return Err((wrong_thread(), Some(Box::new(self))));
         }
-        self.finish(api).map_err(|error| (error, None))
+        match self.finish(api) {
+            Ok(graph) => Ok(graph),
+            Err(error) if self.ended => Err((error, None)),
+            Err(error) => Err((error, Some(Box::new(self)))),
+        }
     }
 
+    fn key(&self) -> gate::Key {
+        (self.stream.device().kind(), self.id)
+    }
+
+    /// Ends it. If the driver could not, and it is still going on, it can be ended again.
     fn finish(&mut self, api: &Api<'_>) -> Result<Graph> {
         let device = self.stream.device();
         let _bound = device.bind(api)?;
-        let _phase = device.driver().phase.write().unwrap_or_else(PoisonError::into_inner);
-        self.ended = true;
         let mut graph: CUgraph = ptr::null_mut();
-        // SAFETY: the stream is alive as long as `raw`; writes one handle.
-        let ended = unsafe { device.driver().cuStreamEndCapture(self.raw.handle(), &raw mut graph) };
+        let handle = self.raw.handle();
+        let (ended, goes_on) = gate::leave(self.key(), self.stream.gate(), true, || {
+            // SAFETY: the stream is alive as long as `raw`, and its context is current; writes one handle.
+            let ended = unsafe { device.driver().cuStreamEndCapture(handle, &raw mut graph) };
+            // SAFETY: as above.
+            let status = || unsafe { status(device.driver(), handle) };
+            let goes_on = ended.is_err() && status().is_ok_and(|status| status != CaptureStatus::None);
+            ((ended, goes_on), !goes_on)
+        })
+        .expect("it waits");
+        if goes_on {
+            return Err(ended.expect_err("it goes on"));
+        }
+        self.ended = true;
         match (self.into.take(), ended) {
             // A capture that broke has taken the caller's graph with it.
             (Some(into), ended) => into.release(ended.is_ok()).and_then(|graph| ended.map(|()| graph)),
@@ -299,7 +315,7 @@ impl RawCapture {
         }
     }
 
-    /// What abandons it, for a caller that holds the phase for writing: what was captured is dropped. `None` when there is
+    /// What abandons it, for a caller that holds the gates for writing: what was captured is dropped. `None` when there is
     /// nothing to do.
     fn abandoning(&mut self) -> Option<impl FnOnce() + Send + 'static> {
         // A forked child has no driver; the parent ends its capture itself.
@@ -327,14 +343,32 @@ impl RawCapture {
     }
 
     fn post_abandon(&mut self) {
-        let device = self.stream.device();
+        let (device, key, gate) = (self.stream.device(), self.key(), Arc::clone(self.stream.gate()));
         let mut abandon = self.abandoning();
         reaper::release_when(device, move || {
             // Tried again later, so that the thread is not held up by work that blocks in the driver.
-            let Ok(_phase) = device.driver().phase.try_write() else { return false };
-            abandon.take().into_iter().for_each(|abandon| abandon());
-            true
+            gate::leave(key, &gate, false, || (abandon.take().into_iter().for_each(|abandon| abandon()), true))
+                .is_some()
         });
+    }
+
+    /// Abandons it. Refused on another thread than the one that began it, if its mode says so and it goes into a graph of
+    /// the caller's, which would be lost: it goes on then, and is given back.
+    pub(crate) fn abandon(mut self) -> Result<(), (Error, Box<RawCapture>)> {
+        let elsewhere = self.mode != CaptureMode::Relaxed && self.thread != thread::current().id();
+        if elsewhere && self.into.is_some() {
+            return Err((wrong_thread(), Box::new(self)));
+        }
+        self.abandon_now();
+        Ok(())
+    }
+
+    fn abandon_now(&mut self) {
+        let (device, key, gate) = (self.stream.device(), self.key(), Arc::clone(self.stream.gate()));
+        if let Some(abandon) = self.abandoning() {
+            // At once, so that the stream can be used by whoever sees that it was abandoned.
+            gate::leave(key, &gate, true, || (drop(device.with_context(abandon)), true));
+        }
     }
 }
 
@@ -344,15 +378,18 @@ impl Drop for RawCapture {
             return;
         }
         if in_callback() {
-            return self.post_abandon();
-        }
-        let device = self.stream.device();
-        if let Some(abandon) = self.abandoning() {
-            // At once, so that the stream can be used by whoever sees that it was abandoned.
-            let _phase = device.driver().phase.write().unwrap_or_else(PoisonError::into_inner);
-            drop(device.with_context(abandon));
+            self.post_abandon();
+        } else {
+            self.abandon_now();
         }
     }
+}
+
+fn wrong_thread() -> Error {
+    Error::capture(
+        Status::STREAM_CAPTURE_WRONG_THREAD,
+        "a capture ends on the thread that began it, unless its mode is relaxed: end it there",
+    )
 }
 
 /// A capture that is going on: a guard over its stream. See the [module](self).
@@ -547,7 +584,7 @@ pub(crate) enum Update {
 }
 
 /// The stream, in the capture with the number `id`, which is going on.
-fn in_capture<'a>(api: &'a Api<'_>, stream: &Stream, id: u64) -> Result<Ready<'a>> {
+fn in_capture<'a>(api: &'a Api<'_>, stream: &'a Stream, id: u64) -> Result<Ready<'a>> {
     let ready = stream.capturable(api)?;
     if ready.capture().is_some_and(|capture| capture.id == id) { Ok(ready) } else { Err(broken()) }
 }

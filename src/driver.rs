@@ -9,7 +9,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_ushort, c_void};
 use std::fmt;
-use std::sync::{Mutex, OnceLock, RwLock};
+use std::sync::{Mutex, OnceLock};
 
 use cudarc::driver::sys::{self, *};
 
@@ -264,11 +264,8 @@ pub struct Driver {
     pub table: Table,
     kind: Kind,
     version: u32,
-    /// Read while work is given to a stream, written while a stream enters or leaves a capture: work is either queued or
-    /// captured for sure, and what it uses is kept accordingly. Never taken twice by a thread.
-    pub(crate) phase: RwLock<()>,
-    /// Held, after `phase`, while something is captured: the driver does not synchronize graphs, and what it says about a
-    /// capture is good until the next call.
+    /// Held, after the streams' gates, while something is captured: the driver does not synchronize graphs, and what it says
+    /// about a capture is good until the next call. Nothing that is captured blocks.
     pub(crate) capturing: Mutex<()>,
 }
 
@@ -318,7 +315,7 @@ impl Driver {
     }
 
     fn of(kind: Kind, table: Table, version: u32) -> Driver {
-        Driver { table, kind, version, phase: RwLock::default(), capturing: Mutex::default() }
+        Driver { table, kind, version, capturing: Mutex::default() }
     }
 
     /// The table of the software driver, to build a [`Driver::with_table`] from.

@@ -56,6 +56,10 @@ pub(crate) struct Sequence {
 }
 
 impl Sequence {
+    pub(crate) fn id(self) -> u64 {
+        self.id
+    }
+
     /// The capture that goes on under the number `id`.
     pub(crate) fn of(device: Device, id: u64) -> Sequence {
         let same = |into: &&Into| (into.kind, into.id) == (device.kind(), id);
@@ -414,8 +418,8 @@ struct Inner {
     handle: Mutex<Handle>,
     /// Host functions in graphs inside of this one.
     inside: Mutex<Vec<Weak<HostRecord>>>,
-    /// Of a clone: kept, since the driver looks nodes of it up.
-    original: Option<Graph>,
+    /// Of a clone.
+    original: Option<Weak<Inner>>,
 }
 
 // SAFETY: a graph may be used from any thread, by one at a time, which the lock sees to.
@@ -574,7 +578,7 @@ impl Graph {
         Graph::make(device, graph, owner, None)
     }
 
-    fn make(device: Device, graph: CUgraph, owner: Owner, original: Option<Graph>) -> Graph {
+    fn make(device: Device, graph: CUgraph, owner: Owner, original: Option<Weak<Inner>>) -> Graph {
         let handle = Mutex::new(Handle::Alive(graph));
         Graph { inner: Arc::new(Inner { device, owner, handle, inside: Mutex::default(), original }) }
     }
@@ -603,7 +607,7 @@ impl Graph {
         begin: impl FnOnce(CUgraph, &[CUgraphNode]) -> Result<()>,
     ) -> Result<Captive> {
         self.refuse_foreign(device)?;
-        let nodes = self.inner.owner.handles_of(dependencies)?;
+        let nodes = self.dependencies(dependencies)?;
         let mut handle = self.lock();
         let graph = usable(&handle)?;
         begin(graph, &nodes)?;
@@ -973,7 +977,7 @@ impl Graph {
             let mut clone: CUgraph = ptr::null_mut();
             // SAFETY: writes one handle; the graph exists.
             unsafe { driver.cuGraphClone(&raw mut clone, graph) }?;
-            let clone = Graph::make(self.inner.device, clone, Owner::fresh(), Some(self.clone()));
+            let clone = Graph::make(self.inner.device, clone, Owner::fresh(), Some(Arc::downgrade(&self.inner)));
             clone.inside().extend(self.inside().iter().cloned());
             Ok(clone)
         })
@@ -987,15 +991,20 @@ impl Graph {
         let Some(graph) = &self.inner.original else {
             return Err(Error::invalid("this graph is no clone"));
         };
+        let gone = || Error::invalid("the graph that this is a clone of is gone");
+        let graph = Graph { inner: graph.upgrade().ok_or_else(gone)? };
         let original = graph.inner.owner.handle_of(original)?;
         // The original has to exist for the driver to look it up.
-        graph.handle()?;
-        self.with(api, |driver, clone| {
+        let handle = graph.lock();
+        usable(&handle)?;
+        let found = self.with(api, |driver, clone| {
             let mut node: CUgraphNode = ptr::null_mut();
-            // SAFETY: writes one handle; the clone and the original exist, which this keeps.
+            // SAFETY: writes one handle; the clone exists, and the original, which is locked.
             unsafe { driver.cuGraphNodeFindInClone(&raw mut node, original, clone) }?;
             Node::of(driver, self.inner.owner, node)
-        })
+        });
+        drop(handle);
+        found
     }
 
     /// What is known about the host functions in the graph and in the graphs inside of it.
@@ -1033,9 +1042,7 @@ impl Graph {
             let mut numbers: HashMap<Node, usize> = HashMap::new();
             let mut text = String::from("digraph graph_1 {\n    node [shape=box]\n");
             for (number, &node) in shape.nodes.iter().enumerate() {
-                let name = host_record(driver, node).map(|record| record.label.name.clone()).unwrap_or_default();
-                let label = [node.kind.name(), &name].join(if name.is_empty() { "" } else { " " });
-                let label = label.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', " ");
+                let label = label(driver, node).replace('\\', "\\\\").replace('"', "\\\"");
                 writeln!(text, "    n{number} [label=\"{label}\"]").expect("a string grows");
                 numbers.insert(node, number);
             }
@@ -1051,25 +1058,17 @@ impl Graph {
     ///
     /// # Errors
     /// What the driver answers.
-    #[cfg(feature = "svg")]
     pub fn to_svg(&self, api: &Api<'_>) -> Result<String> {
-        use layout::backends::svg::SVGWriter;
-        use layout::gv::{DotParser, GraphBuilder};
-        let dot = self.to_dot(api)?;
-        if !dot.contains("[label=") {
-            // The library cannot lay out a graph without nodes.
-            return Ok(r#"<svg xmlns="http://www.w3.org/2000/svg" width="0" height="0"></svg>"#.into());
-        }
-        let draw = || {
-            let parsed = DotParser::new(&dot).process()?;
-            let mut builder = GraphBuilder::new();
-            builder.visit_graph(&parsed);
-            let mut drawing = SVGWriter::new();
-            builder.get().do_it(false, false, false, &mut drawing);
-            Ok::<String, String>(drawing.finalize())
-        };
-        let failed = |why| Error::NotSupported { what: format!("the graph cannot be drawn: {why}") };
-        panic::catch_unwind(draw).unwrap_or_else(|payload| Err(panic_message(payload))).map_err(failed)
+        self.with(api, |driver, graph| {
+            // SAFETY: the graph exists, and the lock keeps other threads away.
+            let shape = unsafe { shape(driver, graph, self.inner.owner) }?;
+            let numbers: HashMap<Node, usize> =
+                shape.nodes.iter().enumerate().map(|(number, &node)| (node, number)).collect();
+            let labels: Vec<String> = shape.nodes.iter().map(|&node| label(driver, node)).collect();
+            let edges: Vec<(usize, usize)> =
+                shape.edges.iter().map(|(from, to)| (numbers[from], numbers[to])).collect();
+            Ok(crate::drawing::svg(&labels, &edges))
+        })
     }
 
     /// Makes the graph executable (`cuGraphInstantiateWithFlags`). Later changes of the graph do not matter to it.
@@ -1109,6 +1108,13 @@ fn usable(handle: &Handle) -> Result<CUgraph> {
             "the graph is gone: a capture into it ended badly, and the driver destroyed it",
         )),
     }
+}
+
+/// What a node is called in drawings, on one line.
+fn label(driver: &Driver, node: Node) -> String {
+    let name = host_record(driver, node).map(|record| record.label.name.clone()).unwrap_or_default();
+    let text = [node.kind.name(), &name].join(if name.is_empty() { "" } else { " " });
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
 /// What is known about the host function of a node, which exists, if it is one of this crate's.

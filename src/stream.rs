@@ -19,6 +19,7 @@ use crate::device::{Bound, Device};
 use crate::driver::Driver;
 use crate::error::{Error, Refused, Result, Status};
 use crate::event::{Event, RawEvent, Record};
+use crate::gate::{self, Gate};
 use crate::graph::{self, HostNode, Label, Owner, Sequence};
 use crate::lane::Lane;
 use crate::reaper::{self, Relaxed};
@@ -113,6 +114,7 @@ struct Inner {
     context: usize,
     green_context: Option<usize>,
     pending: Arc<Pending>,
+    gate: Arc<Gate>,
     /// Of the memory signal.
     lane: Option<Arc<Lane>>,
     raw: Mutex<Option<Arc<RawStream>>>,
@@ -163,7 +165,7 @@ pub(crate) struct Ready<'a> {
     /// Nothing else is captured meanwhile.
     _capturing: Option<MutexGuard<'static, ()>>,
     /// No capture begins or ends meanwhile.
-    _phase: Option<RwLockReadGuard<'static, ()>>,
+    _gate: Option<RwLockReadGuard<'a, ()>>,
     _bound: Bound<'a>,
 }
 
@@ -176,7 +178,7 @@ impl Ready<'_> {
         Arc::clone(&self.raw)
     }
 
-    /// Asks for the capture that work goes to. The caller holds the phase.
+    /// Asks for the capture that work goes to. The caller holds the gate.
     fn look_for_capture(&mut self) -> Result<()> {
         let driver = self.raw.device.driver();
         // SAFETY: the stream is alive, and its context is current.
@@ -337,6 +339,7 @@ impl Stream {
         Ok(Stream {
             inner: Arc::new(Inner {
                 device,
+                gate: Gate::of(strand(device, id)),
                 lane,
                 address: handle as usize,
                 id,
@@ -361,6 +364,10 @@ impl Stream {
         Stream::describe(api, raw, Signal::Auto)
     }
 
+    pub(crate) fn gate(&self) -> &Arc<Gate> {
+        &self.inner.gate
+    }
+
     /// Whether this is the legacy default stream, by its handle.
     pub(crate) fn is_legacy_default(&self) -> bool {
         self.inner.address == LEGACY
@@ -383,17 +390,27 @@ impl Stream {
     }
 
     /// The stream, ready for what has no form in a capture: `act` says what, and `remedy` what to do instead.
-    pub(crate) fn ready<'a>(&self, api: &'a Api<'_>, act: &str, remedy: &str) -> Result<Ready<'a>> {
+    pub(crate) fn ready<'a>(&'a self, api: &'a Api<'_>, act: &str, remedy: &str) -> Result<Ready<'a>> {
+        self.ready_behind(api, self.inner.gate.read(), act, remedy)
+    }
+
+    fn ready_behind<'a>(
+        &'a self,
+        api: &'a Api<'_>,
+        gate: RwLockReadGuard<'a, ()>,
+        act: &str,
+        remedy: &str,
+    ) -> Result<Ready<'a>> {
         let mut ready = self.alive(api)?;
-        ready._phase = Some(read_phase(self.inner.device));
+        ready._gate = Some(gate);
         refuse_capture(ready.raw.device, ready.raw.handle, act, remedy)?;
         Ok(ready)
     }
 
     /// The stream, ready to be given work that becomes a node while it captures.
-    pub(crate) fn capturable<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
+    pub(crate) fn capturable<'a>(&'a self, api: &'a Api<'_>) -> Result<Ready<'a>> {
         let mut ready = self.alive(api)?;
-        ready._phase = Some(read_phase(self.inner.device));
+        ready._gate = Some(self.inner.gate.read());
         ready.look_for_capture()?;
         Ok(ready)
     }
@@ -402,7 +419,7 @@ impl Stream {
     pub(crate) fn alive<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
         let raw = self.raw()?;
         let bound = self.inner.device.bind(api)?;
-        Ok(Ready { raw, strand: self.strand(), capture: None, _capturing: None, _phase: None, _bound: bound })
+        Ok(Ready { raw, strand: self.strand(), capture: None, _capturing: None, _gate: None, _bound: bound })
     }
 
     /// Its handle (`CUstream`), for other libraries. It is valid until the stream is closed and its last clone dropped.
@@ -501,7 +518,10 @@ impl Stream {
     ) -> Result<()> {
         // Asked anew each time: the wait must neither hold up a capture that begins meanwhile, nor break it.
         poll_until_done(timeout, interrupted, || {
-            self.ready(api, "be waited for", "End the capture first").and_then(|ready| query(&ready.raw))
+            // Somebody who waits to begin a capture of it waits for work that is being given to it, which may take long.
+            let Some(gate) = self.inner.gate.try_read() else { return Ok(false) };
+            let ready = self.ready_behind(api, gate, "be waited for", "End the capture first")?;
+            query(&ready.raw)
         })
     }
 
@@ -527,7 +547,7 @@ impl Stream {
         let raw = event.raw()?;
         let record = event.record();
         let mut ready = self.alive(api)?;
-        let _phase = Phase::take(self.inner.device, matches!(record, Record::Captured(_)));
+        let _gate = Entry::take(&self.inner.gate, matches!(record, Record::Captured(_)));
         ready.look_for_capture()?;
         let mine = ready.capture().map(|capture| Sequence::of(self.inner.device, capture.id));
         match (mine, record) {
@@ -549,7 +569,11 @@ impl Stream {
             } else {
                 error
             }
-        })
+        })?;
+        if let (None, Record::Captured(theirs)) = (mine, record) {
+            gate::joined((self.inner.device.kind(), theirs.id()), &self.inner.gate);
+        }
+        Ok(())
     }
 
     fn wait_raw(&self, ready: &Ready<'_>, event: &RawEvent) -> Result<()> {
@@ -573,7 +597,7 @@ impl Stream {
     }
 
     /// The stream, which has to be capturing.
-    fn external<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
+    fn external<'a>(&'a self, api: &'a Api<'_>) -> Result<Ready<'a>> {
         let ready = self.capturable(api)?;
         if ready.capture().is_none() {
             return Err(Error::capture(
@@ -592,10 +616,31 @@ impl Stream {
     /// the other cannot take part in; what the driver answers.
     pub fn wait_stream(&self, api: &Api<'_>, other: &Stream) -> Result<()> {
         self.refuse_other_driver(other.inner.device, "a stream")?;
+        let mut joins = other.capture_status(api)? != CaptureStatus::None;
+        while !self.try_to_wait(api, other, joins)? {
+            // It has begun to capture meanwhile.
+            joins = true;
+        }
+        Ok(())
+    }
+
+    /// False: `other` captures, so this stream would join, for which `joins` has to be true.
+    fn try_to_wait(&self, api: &Api<'_>, other: &Stream, joins: bool) -> Result<bool> {
         let device = other.inner.device;
         let mut mine = self.alive(api)?;
-        let _phase = Phase::take(device, other.capture_status(api)? != CaptureStatus::None);
+        let (first, second) = (&self.inner.gate, &other.inner.gate);
+        let same = first.strand() == second.strand();
+        // In the order of their ids. Of the other stream nothing changes.
+        let (_mine, _theirs);
+        if same || first.strand() < second.strand() {
+            _mine = Entry::take(first, joins);
+            _theirs = (!same).then(|| second.read());
+        } else {
+            _theirs = Some(second.read());
+            _mine = Entry::take(first, joins);
+        }
         mine.look_for_capture()?;
+        let mut entered = None;
         let event = {
             // In its own scope, since the handle of a default stream means the one of the current context.
             let mut theirs = other.alive(api)?;
@@ -616,8 +661,12 @@ impl Stream {
                 }
             } else {
                 theirs.look_for_capture()?;
-                if theirs.capture().is_some() && self.is_legacy_default() {
+                entered = theirs.capture().map(|capture| (device.kind(), capture.id));
+                if entered.is_some() && self.is_legacy_default() {
                     return Err(legacy());
+                }
+                if entered.is_some() && !joins {
+                    return Ok(false);
                 }
                 // Held until this stream has joined.
                 mine._capturing = theirs._capturing.take();
@@ -630,7 +679,11 @@ impl Stream {
         let waited = self.wait_raw(&mine, &event);
         // The wait keeps the record of this moment, so the event can be recorded anew.
         device.give_event_back(event);
-        waited
+        waited?;
+        if let Some(key) = entered {
+            gate::joined(key, &self.inner.gate);
+        }
+        Ok(true)
     }
 
     fn refuse_other_device(&self, event: &Event) -> Result<()> {
@@ -783,25 +836,17 @@ impl Stream {
     }
 }
 
-/// No stream enters or leaves a capture meanwhile, but by who has it to write.
-enum Phase {
-    Read(#[expect(dead_code, reason = "held")] RwLockReadGuard<'static, ()>),
-    Write(#[expect(dead_code, reason = "held")] RwLockWriteGuard<'static, ()>),
+/// The gate of a stream, as somebody needs it.
+enum Entry<'a> {
+    Read(#[expect(dead_code, reason = "held")] RwLockReadGuard<'a, ()>),
+    Write(#[expect(dead_code, reason = "held")] RwLockWriteGuard<'a, ()>),
 }
 
-impl Phase {
-    /// `joins`: a stream may enter a capture.
-    fn take(device: Device, joins: bool) -> Phase {
-        if joins {
-            Phase::Write(device.driver().phase.write().unwrap_or_else(PoisonError::into_inner))
-        } else {
-            Phase::Read(read_phase(device))
-        }
+impl Entry<'_> {
+    /// `joins`: the stream may enter a capture.
+    fn take(gate: &Gate, joins: bool) -> Entry<'_> {
+        if joins { Entry::Write(gate.write()) } else { Entry::Read(gate.read()) }
     }
-}
-
-fn read_phase(device: Device) -> RwLockReadGuard<'static, ()> {
-    device.driver().phase.read().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn invalidated() -> Error {

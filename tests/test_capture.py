@@ -837,3 +837,70 @@ def test_an_event_of_an_earlier_capture_into_the_graph_is_refused(stream, device
         with pytest.raises(rs.CaptureMergeError):
             stream.wait(event)
         assert second.status == "active"
+
+
+def test_the_graph_of_a_capture_may_be_asked_for_by_several_threads(stream):
+    capture = stream.capture()
+
+    def ask():
+        for _ in range(2000):
+            with pytest.raises(rs.CaptureError):
+                capture.graph
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_full_queue_holds_up_no_capture_of_another_stream(device):
+    full, other, third = rs.Stream(device), rs.Stream("soft:1"), rs.Stream("soft:1")
+    array, seen = rs.device_empty(4, np.int8, device), []
+    with rs.testing.hold(full):
+        filling = threading.Thread(target=lambda: [full.fill(array, 0) for _ in range(1200)])
+        filling.start()
+        with other.capture() as capture:
+            other.launch_host_func(seen.append, 1)
+            third.synchronize(30)
+            assert third.query()
+        run(capture.graph, other)
+    filling.join(60)
+    assert seen == [1]
+
+
+def test_abandoning_elsewhere_does_not_lose_the_callers_graph(stream, device):
+    graph, errors = rs.Graph(device), []
+    node = graph.add_host_node(int)
+
+    def abandon(capture):
+        try:
+            capture.abandon()
+        except rs.CudaError as error:
+            errors.append(error)
+
+    with stream.capture(graph=graph) as capture:
+        thread = threading.Thread(target=abandon, args=[capture])
+        thread.start()
+        thread.join()
+        assert [type(error) for error in errors] == [rs.CaptureWrongThreadError]
+        assert capture.status == "active"
+    assert graph.nodes == [node]
+    with pytest.raises(ZeroDivisionError), stream.capture() as capture:
+        thread = threading.Thread(target=abandon, args=[capture])
+        thread.start()
+        thread.join()
+        assert stream.capture_status == "none"
+        1 / 0
+
+
+@pytest.mark.soft_only
+def test_an_end_that_the_driver_refuses_can_be_repeated(stream, device):
+    for graph in (None, rs.Graph(device)):
+        with stream.capture(graph=graph) as capture:
+            node = stream.launch_host_func(int)
+            with rs.testing.inject("cuStreamEndCapture", 999), pytest.raises(rs.CudaError):
+                capture.end()
+            assert capture.status == "active"
+        assert capture.graph.nodes == [node]

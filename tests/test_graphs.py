@@ -465,7 +465,12 @@ def test_a_closed_executable_says_so(graph, stream):
     exec.close()
     assert exec.closed
     assert "closed" in repr(exec)
-    for act in (lambda: exec.launch(stream), lambda: exec.update(graph), lambda: exec.handle):
+    for act in (
+        lambda: exec.launch(stream),
+        lambda: exec.update(graph),
+        lambda: exec.handle,
+        lambda: exec.on_error(print),
+    ):
         with pytest.raises(rs.ClosedError):
             act()
 
@@ -493,6 +498,47 @@ def test_drawings(graph):
     empty = rs.Graph(graph.device)
     assert "->" not in empty.to_dot()
     ElementTree.fromstring(empty.to_svg())
+
+
+def test_a_dense_graph_is_drawn_at_once(graph):
+    nodes = []
+    for number in range(30):
+        nodes.append(graph.add_host_node(int, number, dependencies=nodes))
+    assert graph.to_svg().count('<path d="M') == 1 + 30 * 29 // 2
+
+
+def test_a_chain_of_clones_goes_away(device):
+    graph = rs.Graph(device)
+    first = weakref.ref(graph)
+    for _ in range(30_000 // STRESS):
+        graph = graph.clone()
+    assert freed(first)
+    del graph
+    gc.collect()
+
+
+def test_the_original_of_a_clone_has_to_be_there(device):
+    graph = rs.Graph(device)
+    node, clone = graph.add_empty_node(), graph.clone()
+    assert clone.find_in_clone(node) in clone.nodes
+    with pytest.raises(rs.InvalidValueError, match="no clone"):
+        graph.find_in_clone(node)
+    del graph
+    gc.collect()
+    with pytest.raises(rs.InvalidValueError, match="gone"):
+        clone.find_in_clone(node)
+
+
+@pytest.mark.soft_only
+def test_functions_of_a_graph_wait_for_no_other_device(stream):
+    """They run on the callback thread of where the graph is launched."""
+    reached, other = threading.Event(), rs.Stream("soft:1")
+    graph = rs.Graph(stream.device)
+    graph.add_host_node(reached.set)
+    exec = graph.instantiate()
+    blocked = stream.launch_host_func(reached.wait, 60)
+    exec.launch(other)
+    assert blocked.result(60)
 
 
 def test_a_large_graph_is_not_drawn_in_a_notebook(graph):

@@ -441,7 +441,11 @@ class Capture:
         """
 
     def abandon(self) -> None:
-        """End the capture and drop what was captured."""
+        """End the capture and drop what was captured; what went into a graph of the caller's stays there.
+
+        Any thread may. Raises `CaptureWrongThreadError` on another thread when it goes into a graph of the caller's,
+        which would be lost; it goes on then.
+        """
 
     def launch_host_func(self, fn: Callable[_P, object], /, *args: _P.args, **kwargs: _P.kwargs) -> HostNode:
         """Capture a host function: `fn(*args, **kwargs)` runs once for each launch (`cuLaunchHostFunc`).

@@ -29,6 +29,8 @@ pub(super) fn status_name(status: CaptureStatus) -> &'static str {
 
 enum State {
     Unbegun,
+    /// By another thread, at this moment.
+    Beginning,
     Active(RawCapture),
     Ended(Graph),
     /// Abandoned, or broken.
@@ -137,13 +139,28 @@ impl CapturePy {
 impl CapturePy {
     fn __enter__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {
         let (py, this) = (slf.py(), slf.get());
-        if !matches!(*this.lock(), State::Unbegun) {
+        let first = {
+            let mut state = this.lock();
+            let first = matches!(*state, State::Unbegun);
+            if first {
+                *state = State::Beginning;
+            }
+            first
+        };
+        if !first {
             return Err(exception(py, &Error::capture(Status::ILLEGAL_STATE, "a capture is begun once: make another")));
         }
         let into = this.into.as_ref().map(|(graph, nodes)| (graph, nodes.as_slice()));
-        let raw = call(py, |api| RawCapture::begin(api, &this.stream, this.mode, into))?;
-        *this.lock() = State::Active(raw);
-        Ok(slf)
+        match call(py, |api| RawCapture::begin(api, &this.stream, this.mode, into)) {
+            Ok(raw) => {
+                *this.lock() = State::Active(raw);
+                Ok(slf)
+            }
+            Err(error) => {
+                *this.lock() = State::Unbegun;
+                Err(error)
+            }
+        }
     }
 
     #[pyo3(signature = (*exception))]
@@ -164,14 +181,24 @@ impl CapturePy {
         self.finish(py)
     }
 
-    /// End the capture and drop what was captured.
+    /// End the capture and drop what was captured; what went into a graph of the caller's stays there.
+    ///
+    /// Any thread may. Raises `CaptureWrongThreadError` on another thread when it goes into a graph of the caller's,
+    /// which would be lost; it goes on then.
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
         CapturePy::may_call(py)?;
         let raw = self.take().py(py)?;
-        call(py, move |_| {
-            drop(raw);
-            Ok(())
-        })
+        let mut left = None;
+        let abandoned = call(py, |_| {
+            raw.abandon().map_err(|(error, raw)| {
+                left = Some(raw);
+                error
+            })
+        });
+        if let Some(raw) = left {
+            *self.lock() = State::Active(*raw);
+        }
+        abandoned
     }
 
     /// Capture a host function: `fn(*args, **kwargs)` runs once for each launch (`cuLaunchHostFunc`).
@@ -185,21 +212,19 @@ impl CapturePy {
         kwargs: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Py<HostNodePy>> {
         self.owner().py(r#fn.py())?;
-        add_host_node(r#fn, args, kwargs, self.stream.device(), |api, run, label| {
-            self.stream.capture_host_func(api, run, label)
-        })
+        add_host_node(r#fn, args, kwargs, |api, run, label| self.stream.capture_host_func(api, run, label))
     }
 
     /// The graph. Raises `CaptureError` before the end.
     #[getter]
     fn graph(&self, py: Python<'_>) -> PyResult<GraphPy> {
-        match &*self.lock() {
-            State::Ended(graph) => Ok(GraphPy(graph.clone())),
-            _ => Err(exception(
-                py,
-                &Error::capture(Status::ILLEGAL_STATE, "there is no graph: the capture has not ended, or ended badly"),
-            )),
-        }
+        // Not under the lock: an exception is made by Python code, which may let another thread ask.
+        let graph = match &*self.lock() {
+            State::Ended(graph) => Some(graph.clone()),
+            _ => None,
+        };
+        let why = "there is no graph: the capture has not ended, or ended badly";
+        graph.map(GraphPy).ok_or_else(|| exception(py, &Error::capture(Status::ILLEGAL_STATE, why)))
     }
 
     /// The stream.
@@ -254,7 +279,7 @@ impl CapturePy {
 
     fn __repr__(&self) -> String {
         let state = match &*self.lock() {
-            State::Unbegun => "not begun",
+            State::Unbegun | State::Beginning => "not begun",
             State::Active(_) => "active",
             State::Ended(_) => "ended",
             State::Over => "over",

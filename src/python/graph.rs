@@ -1,5 +1,6 @@
 //! `rstream.Graph`, `GraphExec`, `Node` and `HostNode`.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::exceptions::PyTypeError;
@@ -16,8 +17,7 @@ use super::region::{filled, regions};
 use super::stream::StreamPy;
 use super::worker::{Handler, HostErrors, Repeated};
 use crate::api::Api;
-use crate::device::Device;
-use crate::error::Refused;
+use crate::error::{Error, Refused};
 use crate::graph::{Graph, GraphExec, HostNode, Label, Node};
 
 /// A node of a graph (`CUgraphNode`).
@@ -115,12 +115,11 @@ pub(super) fn add_host_node<F: Send>(
     function: &Bound<'_, PyAny>,
     args: &Bound<'_, PyTuple>,
     kwargs: Option<&Bound<'_, PyDict>>,
-    device: Device,
     add: impl FnOnce(&Api<'_>, Run, Label) -> Result<HostNode, Refused<F>> + Send,
 ) -> PyResult<Py<HostNodePy>> {
     let py = function.py();
     refuse_forked()?;
-    let repeated = Arc::new(Repeated::new(function, args, kwargs, device)?);
+    let repeated = Arc::new(Repeated::new(function, args, kwargs)?);
     let name = match function.getattr_opt("__qualname__")? {
         Some(name) => name.to_string(),
         None => function.get_type().qualname()?.to_string(),
@@ -177,7 +176,8 @@ impl GraphPy {
     #[getter]
     fn nodes(&self, py: Python<'_>) -> PyResult<Vec<Py<NodePy>>> {
         let (nodes, hosts) = call(py, |api| Ok((self.0.nodes(api)?, self.0.host_nodes(api)?)))?;
-        let object = |node: Node| match hosts.iter().find(|host| host.node() == node) {
+        let hosts: HashMap<Node, HostNode> = hosts.into_iter().map(|host| (host.node(), host)).collect();
+        let object = |node: Node| match hosts.get(&node) {
             Some(host) => Ok(HostNodePy::make(py, host.clone())?.into_bound(py).into_super().unbind()),
             None => Py::new(py, NodePy(node)),
         };
@@ -204,9 +204,7 @@ impl GraphPy {
         kwargs: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Py<HostNodePy>> {
         let nodes = optional(dependencies)?;
-        add_host_node(r#fn, args, kwargs, self.0.device(), |api, run, label| {
-            self.0.add_labelled_host_node(api, &nodes, run, label)
-        })
+        add_host_node(r#fn, args, kwargs, |api, run, label| self.0.add_labelled_host_node(api, &nodes, run, label))
     }
 
     /// Add a node that does nothing (`cuGraphAddEmptyNode`).
@@ -443,6 +441,9 @@ impl GraphExecPy {
     ///
     /// `fn` must not call the API. Held as long as this object.
     fn on_error(&self, r#fn: &Bound<'_, PyAny>) -> PyResult<()> {
+        if self.exec.is_closed() {
+            return Err(exception(r#fn.py(), &Error::Closed { what: "GraphExec" }));
+        }
         let handler = Handler::new(r#fn)?;
         self.handlers().push(handler);
         self.tell_handlers();

@@ -395,9 +395,8 @@ impl StreamPy {
         args: &Bound<'_, PyTuple>,
         kwargs: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<CompletionPy> {
-        let device = self.0.device();
         self.queue(r#fn, args, kwargs, move |api, stream, job| {
-            stream.add_callback(api, move |status: Status| job.run_ordered(device, Some(status)))
+            stream.add_callback(api, move |status: Status| job.run_ordered(Some(status)))
         })
     }
 
@@ -415,16 +414,15 @@ impl StreamPy {
         args: &Bound<'_, PyTuple>,
         kwargs: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Py<PyAny>> {
-        let (py, device) = (r#fn.py(), self.0.device());
+        let py = r#fn.py();
         let queued = self.try_queue(r#fn, args, kwargs, move |api, stream, job| {
-            stream.launch_host_func(api, move || job.run_ordered(device, None))
+            stream.launch_host_func(api, move || job.run_ordered(None))
         })?;
         match queued {
             // The stream captures: the function becomes a node.
             Err(Error::Capture { status: Status::STREAM_CAPTURE_UNSUPPORTED, .. }) => {
-                let node = add_host_node(r#fn, args, kwargs, device, |api, run, label| {
-                    self.0.capture_host_func(api, run, label)
-                })?;
+                let node =
+                    add_host_node(r#fn, args, kwargs, |api, run, label| self.0.capture_host_func(api, run, label))?;
                 Ok(node.into_any())
             }
             queued => Ok(Py::new(py, queued.py(py)?)?.into_any()),

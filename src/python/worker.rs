@@ -15,7 +15,6 @@ use pyo3::types::{PyDict, PyTuple};
 
 use super::gate::{self, Buried, Debt, Objects, Slot, drop_attached};
 use crate::api::callback_scope;
-use crate::device::Device;
 use crate::error::Status;
 use crate::executor::CALLBACKS;
 use crate::poller::is_poller;
@@ -69,11 +68,15 @@ impl<T> Drop for Unrun<T> {
     }
 }
 
-/// Has a worker run `job` as a callback, and waits for it. Called on the callback thread of `device`. `None`: it was not
+/// Has a worker run `job` as a callback, and waits for it. Called on a callback thread of the driver's. `None`: it was not
 /// run, or the interpreter is going.
-fn run_ordered<T: Send + 'static>(device: Device, job: impl FnOnce() -> T + Send + 'static) -> Option<T> {
-    // The driver has one callback thread per context, so at most one job is in a strand.
-    let strand = u64::from(device.ordinal()) * 2 + u64::from(device.is_software());
+fn run_ordered<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    // One for each callback thread, which waits for its job: so at most one job is in a strand.
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    thread_local! {
+        static STRAND: u64 = NEXT.fetch_add(1, Ordering::Relaxed);
+    }
+    let strand = STRAND.with(|strand| *strand);
     let slot = Arc::new(Slot::new());
     let unrun = Unrun(Some(Arc::clone(&slot)));
     CALLBACKS.submit(strand, move || unrun.put(callback_scope(job)));
@@ -128,12 +131,12 @@ impl Job {
         self.run(None)
     }
 
-    /// As `run`, as a callback of `device`. On a thread that polls, here; on the driver's callback thread, by a worker.
-    pub(super) fn run_ordered(self, device: Device, status: Option<Status>) -> Outcome {
+    /// As `run`, as a callback. On a thread that polls, here; on the driver's callback thread, by a worker.
+    pub(super) fn run_ordered(self, status: Option<Status>) -> Outcome {
         if is_poller() {
             return self.run(status);
         }
-        run_ordered(device, move || self.run(status)).unwrap_or(Outcome::Shutdown)
+        run_ordered(move || self.run(status)).unwrap_or(Outcome::Shutdown)
     }
 }
 
@@ -251,7 +254,6 @@ impl HostErrors {
 /// A callable in graphs, which is called once for each launch.
 pub(super) struct Repeated {
     call: Buried<Call>,
-    device: Device,
     errors: Arc<HostErrors>,
 }
 
@@ -260,20 +262,19 @@ impl Repeated {
         function: &Bound<'_, PyAny>,
         args: &Bound<'_, PyTuple>,
         kwargs: Option<&Bound<'_, PyDict>>,
-        device: Device,
     ) -> PyResult<Repeated> {
-        Ok(Repeated { call: Call::new(function, args, kwargs)?, device, errors: Arc::default() })
+        Ok(Repeated { call: Call::new(function, args, kwargs)?, errors: Arc::default() })
     }
 
     pub(super) fn errors(&self) -> Arc<HostErrors> {
         Arc::clone(&self.errors)
     }
 
-    /// Calls it. On the callback thread of its device.
+    /// Calls it. On a callback thread of the driver's.
     pub(super) fn run(self: &Arc<Self>) {
         let this = Arc::clone(self);
         let debt = Debt::new();
-        run_ordered(self.device, move || {
+        run_ordered(move || {
             gate::enter(|py| {
                 match this.call.run(py, None) {
                     Ok(value) => gate::let_go(py, value),
