@@ -354,6 +354,7 @@ impl RawCapture {
 
     /// Abandons it. Refused on another thread than the one that began it, if its mode says so and it goes into a graph of
     /// the caller's, which would be lost: it goes on then, and is given back.
+    #[cfg(feature = "python")]
     pub(crate) fn abandon(mut self) -> Result<(), (Error, Box<RawCapture>)> {
         let elsewhere = self.mode != CaptureMode::Relaxed && self.thread != thread::current().id();
         if elsewhere && self.into.is_some() {
