@@ -373,3 +373,25 @@ def test_stats_count_what_became_of_host_code(stream):
     stream.then(lambda: None).result(30)
     change = {key: value - before[key] for key, value in rs.stats().items()}
     assert change == {"accepted": 6, "run": 4, "failed": 1, "cancelled": 1}
+
+
+@pytest.mark.parametrize("what", [None, "stream", 1.5, object()])
+def test_what_cannot_be_waited_for_is_named(stream, what):
+    with pytest.raises(TypeError, match="expected an Event"):
+        stream.wait(what)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RSTREAM_SOFT_DEVICES", "0"),
+        ("RSTREAM_SOFT_DEVICES", "17"),
+        ("RSTREAM_SOFT_DEVICES", "two"),
+        ("RSTREAM_EXIT_TIMEOUT", "-1"),
+        ("RSTREAM_EXIT_TIMEOUT", "soon"),
+        ("RSTREAM_EXIT_TIMEOUT", "nan"),
+        ("RSTREAM_WAIT_POLICY", "fast"),
+    ],
+)
+def test_a_bad_environment_is_told_at_the_import(program, name, value):
+    assert f"{value}" in program("", status=1, errors=True, **{name: value})

@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
+from collections.abc import Callable
 
 from rstream import _core, testing
 from rstream._arrays import DeviceArray, ManagedArray, PinnedArray, device_empty, managed_empty, pinned_empty
@@ -123,17 +125,31 @@ __all__ = [
 ]
 
 
-def _exit() -> None:
-    """Wait for host code that is due, `RSTREAM_EXIT_TIMEOUT` seconds or 1, then part from the interpreter."""
+def _from_environment(name: str, convert: Callable[[str], float], least: float, most: float, default: float) -> float:
+    """A number that an environment variable gives."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
     try:
-        seconds = max(0.0, float(os.environ["RSTREAM_EXIT_TIMEOUT"]))
-    except (KeyError, ValueError):
-        seconds = 1.0
-    _core._at_exit(seconds)
+        value = convert(text)
+        if least <= value <= most:
+            return value
+    except ValueError:
+        pass
+    raise InvalidValueError(f"{name}={text}: expected a number from {least} to {most}", 1)
 
 
+# Looked at now, so that a mistake is told where it can be seen.
+_exit_timeout = _from_environment("RSTREAM_EXIT_TIMEOUT", float, 0, math.inf, 1.0)
+_from_environment("RSTREAM_SOFT_DEVICES", int, 1, 16, 2)
 if "RSTREAM_WAIT_POLICY" in os.environ:
     set_wait_policy(os.environ["RSTREAM_WAIT_POLICY"])  # type: ignore[arg-type]
+
+
+def _exit() -> None:
+    """Wait for host code that is due, then part from the interpreter."""
+    _core._at_exit(_exit_timeout)
+
 
 atexit.register(_exit)
 if hasattr(os, "register_at_fork"):

@@ -528,6 +528,9 @@ class Graph:
     What its nodes use (functions, arrays, events) lives as long as the graph, an executable made from it, or a pending
     launch. Methods that add a node take `dependencies`, a node or several, and raise `InvalidValueError` for nodes of
     another graph.
+
+    `device` says where the memory of its copies and fills is. Its launches may go to streams of other devices of the
+    same driver.
     """
 
     def __new__(cls, device: Device | int | str | None = None) -> Graph: ...

@@ -147,6 +147,9 @@ pub(super) type Run = Box<dyn Fn() + Send + Sync>;
 /// What its nodes use (functions, arrays, events) lives as long as the graph, an executable made from it, or a pending
 /// launch. Methods that add a node take `dependencies`, a node or several, and raise `InvalidValueError` for nodes of
 /// another graph.
+///
+/// `device` says where the memory of its copies and fills is. Its launches may go to streams of other devices of the
+/// same driver.
 #[pyclass(name = "Graph", module = "rstream", frozen, weakref, eq, hash)]
 #[derive(PartialEq, Eq, Hash)]
 pub(super) struct GraphPy(pub(super) Graph);

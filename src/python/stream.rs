@@ -285,7 +285,17 @@ impl StreamPy {
             Ok(stream) => stream,
             Err(_) => {
                 let device = Bound::new(py, DevicePy(self.0.device()))?.into_any();
-                adopted = StreamPy::from_external(py, event_or_stream, Some(&device))?.cast_into::<StreamPy>()?;
+                let found = StreamPy::from_external(py, event_or_stream, Some(&device)).map_err(|error| {
+                    if !error.is_instance_of::<PyTypeError>(py) {
+                        return error;
+                    }
+                    let kind = event_or_stream.get_type();
+                    let name = kind.name().map_or_else(|_| "this".into(), |name| name.to_string());
+                    PyTypeError::new_err(format!(
+                        "cannot wait for a {name}: expected an Event, a Stream, a stream of another library, or a handle"
+                    ))
+                });
+                adopted = found?.cast_into::<StreamPy>()?;
                 &adopted
             }
         };
