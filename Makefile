@@ -14,11 +14,12 @@ SOURCES := Cargo.toml $(wildcard Cargo.lock) pyproject.toml README.md \
 # One interpreter for every build of the extension, so that they share what Cargo has built.
 export PYO3_PYTHON := $(abspath $(BIN)/python)
 
-.PHONY: help demo test test-rust test-python lint wheel clean
+.PHONY: help demo test test-rust test-python bench lint wheel clean
 
 help:
 	@echo "make demo [FILE=...]  stream a file through a device and back, with checksums in callbacks"
 	@echo "make test             the tests of the core, of the software driver and of the Python package"
+	@echo "make bench            rstream beside its peers, on the default device"
 	@echo "make lint             rustfmt, clippy, rustdoc, ruff, mypy, stubtest"
 	@echo "make wheel            the wheel, in $(DIST)/"
 	@echo "make clean            remove all that was built"
@@ -35,6 +36,9 @@ test-rust:
 # The checkout has no importable `rstream` at its root, so the tests import the installed wheel.
 test-python: $(VENV)/.installed
 	$(BIN)/pytest
+
+bench: $(VENV)/.installed
+	$(BIN)/python benches/compare.py
 
 lint: $(VENV)/.installed
 	$(CARGO) fmt --all --check
