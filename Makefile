@@ -33,9 +33,10 @@ test: test-rust test-python
 test-rust:
 	$(CARGO) test --workspace --no-default-features
 
-# The checkout has no importable `rstream` at its root, so the tests import the installed wheel.
+# The checkout has no importable `rstream` at its root, so the tests import the installed wheel. They run under each signal.
 test-python: $(VENV)/.installed
-	$(BIN)/pytest
+	RSTREAM_SIGNAL=driver $(BIN)/pytest
+	RSTREAM_SIGNAL=memory $(BIN)/pytest
 
 bench: $(VENV)/.installed
 	$(BIN)/python benches/compare.py

@@ -174,23 +174,6 @@ def test_a_policy_of_the_environment(program):
     assert program("print(rs.wait_policy())", RSTREAM_WAIT_POLICY="sleep") == "sleep\n"
 
 
-def test_nothing_runs_when_nothing_is_queued(program):
-    """The threads sleep: the process uses no processor time to speak of."""
-    program(
-        """
-        import time
-        with rs.Stream(signal="memory") as stream:
-            stream.add_callback(int).result(30)
-            stream.add_callback(int).result(30)
-            time.sleep(0.2)
-            before = time.process_time()
-            time.sleep(1)
-            used = time.process_time() - before
-            assert used < 0.05, used
-        """
-    )
-
-
 LIBC = ctypes.CDLL(None)
 
 
