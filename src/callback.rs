@@ -266,7 +266,7 @@ pub(crate) fn enqueue_on_lane<C: HostCode>(
         // The stream must not wait on memory now: the driver's callback does it, behind what is due in the lane.
         Err((None, packet)) => {
             let Packet { code, ticket } = *packet;
-            let behind = Behind { lane: Arc::clone(lane), code };
+            let behind = Behind { lane: Arc::clone(lane), last: lane.last_number(), code };
             enqueue_ticket(device, stream.handle(), ticket, behind).map_err(|(error, behind)| (error, behind.code))
         }
     }
@@ -275,6 +275,8 @@ pub(crate) fn enqueue_on_lane<C: HostCode>(
 /// Host code that runs behind what is due in a lane.
 struct Behind<C> {
     lane: Arc<Lane>,
+    /// The lane's last number when this was queued.
+    last: u64,
     code: C,
 }
 
@@ -284,7 +286,7 @@ impl<C: HostCode> HostCode for Behind<C> {
     const REMEDY: &'static str = C::REMEDY;
 
     fn reached(self, status: Status, ticket: Ticket) {
-        self.lane.run_due_before();
+        self.lane.run_due_before(status, self.last);
         self.code.reached(status, ticket);
     }
 }

@@ -368,7 +368,7 @@ impl RawCapture {
         let (device, key, gate) = (self.stream.device(), self.key(), Arc::clone(self.stream.gate()));
         if let Some(abandon) = self.abandoning() {
             // At once, so that the stream can be used by whoever sees that it was abandoned.
-            gate::leave(key, &gate, true, || (drop(device.with_context(abandon)), true));
+            gate::leave(key, &gate, true, || (device.with_context(abandon), true));
         }
     }
 }

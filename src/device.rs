@@ -310,9 +310,10 @@ impl Device {
     }
 
     /// Runs `f` with the primary context current, from where no token can be had: a drop.
-    pub(crate) fn with_context<R>(self, f: impl FnOnce() -> R) -> Result<R> {
-        let _bound = Bound::new(self)?;
-        Ok(f())
+    /// Without it too, when it cannot be made current: then it is gone, and `f` finds out.
+    pub(crate) fn with_context<R>(self, f: impl FnOnce() -> R) -> R {
+        let _bound = Bound::new(self);
+        f()
     }
 
     /// Makes the primary context current on a thread of rstream's own, for good.

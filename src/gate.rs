@@ -82,6 +82,11 @@ pub(crate) fn joined(key: Key, gate: &Arc<Gate>) {
     }
 }
 
+/// A stream is not in the capture after all.
+pub(crate) fn not_joined(key: Key, gate: &Arc<Gate>) {
+    members().retain(|(of, known)| *of != key || known.strand != gate.strand);
+}
+
 /// The locks of all streams of a capture, in order.
 fn gates_of(key: Key, origin: &Arc<Gate>) -> Vec<Arc<Gate>> {
     let mut gates = vec![Arc::clone(origin)];

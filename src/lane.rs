@@ -5,7 +5,7 @@
 //! may serve another stream later: what an old wait asks for is true for good.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
@@ -16,7 +16,9 @@ use crate::callback::{HostCode, Packet};
 use crate::capture::{self, CaptureStatus};
 use crate::completion::shield;
 use crate::device::Device;
+use crate::driver::is_forked_child;
 use crate::error::{Error, Result, Status};
+use crate::gate::Gate;
 use crate::memory::Buffer;
 use crate::poller;
 use crate::reaper::Relaxed;
@@ -153,6 +155,9 @@ pub(crate) struct Lane {
     /// Held by whoever runs what is due, so that it runs in order.
     turn: Mutex<()>,
     asked: Mutex<Instant>,
+    gate: Arc<Gate>,
+    /// The thread that has the turn is in the interpreter.
+    in_python: AtomicBool,
     waiting: Arc<AtomicUsize>,
 }
 
@@ -160,11 +165,28 @@ static LANES: Mutex<Option<HashMap<u64, Weak<Lane>>>> = Mutex::new(None);
 
 impl Drop for Lane {
     fn drop(&mut self) {
+        // In a forked child the memory and the locks are the parent's.
+        if is_forked_child() {
+            return;
+        }
         let last = *self.last.get_mut().unwrap_or_else(PoisonError::into_inner);
         // After a fault numbers were given out that never come: such words are not used again.
         if self.words.flag().load(Ordering::Acquire) == last {
             let Words { slab, offset, .. } = &self.words;
             free_words().push((self.device, Words { slab: slab.clone(), offset: *offset, last }));
+        } else {
+            std::mem::forget(self.words.slab.clone());
+        }
+    }
+}
+
+/// The interpreter goes, and threads that are in it do not come back: their streams wait no more.
+#[cfg(feature = "python")]
+pub(crate) fn let_go_of_python() {
+    let lanes = LANES.lock().unwrap_or_else(PoisonError::into_inner);
+    for lane in lanes.iter().flat_map(HashMap::values).filter_map(Weak::upgrade) {
+        if lane.in_python.load(Ordering::Acquire) {
+            lane.words.ack().store(i64::MAX.cast_unsigned(), Ordering::Release);
         }
     }
 }
@@ -189,6 +211,8 @@ impl Lane {
             front: AtomicU64::new(u64::MAX),
             turn: Mutex::new(()),
             asked: Mutex::new(Instant::now()),
+            gate: Gate::of(strand),
+            in_python: AtomicBool::new(false),
             waiting: waiting(device),
         });
         let mut lanes = lanes();
@@ -220,6 +244,9 @@ impl Lane {
         stream: &Arc<RawStream>,
         packet: Box<Packet<C>>,
     ) -> Result<(), (Option<Error>, Box<Packet<C>>)> {
+        if !poller::is_started() {
+            return Err((None, packet));
+        }
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let number = *last + 1;
         {
@@ -242,20 +269,26 @@ impl Lane {
                 queue.stream = Some(Arc::clone(stream));
             }
         }
+        // Given out for good: the driver may answer with the error of earlier work though it has taken this.
+        *last = number;
         match self.signal(stream, number, C::ORDERED) {
             Ok(()) => {
-                *last = number;
                 let mut queue = self.queue();
                 let watched = std::mem::replace(&mut queue.watched, true);
                 drop(queue);
                 if !watched {
+                    *self.asked.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
                     poller::watch(Arc::clone(self));
                 }
                 Ok(())
             }
             Err(error) => {
                 let mut queue = self.queue();
-                let item = queue.items.pop_back().expect("this call pushed it, and the number was never written");
+                if queue.items.back().is_none_or(|item| item.number != number) {
+                    // It was told of a fault meanwhile, with all that was queued: it has had its end.
+                    return Ok(());
+                }
+                let item = queue.items.pop_back().expect("just seen");
                 self.front_changed(&queue);
                 self.no_longer_ordered(&mut queue, item.ordered);
                 let idle = if queue.items.is_empty() && !queue.watched { queue.stream.take() } else { None };
@@ -317,9 +350,18 @@ impl Lane {
     }
 
     /// As [`Lane::run_due`], after whoever does it: for a callback of the driver's that comes behind what is due.
-    pub(crate) fn run_due_before(&self) {
+    /// With a bad status what was queued before, up to a number, is not reached any more.
+    pub(crate) fn run_due_before(&self, status: Status, up_to: u64) {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         self.run_in_turn();
+        if !status.ok() {
+            self.fail_in_turn(status, up_to);
+        }
+    }
+
+    /// The number that was given out last.
+    pub(crate) fn last_number(&self) -> u64 {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn run_in_turn(&self) -> bool {
@@ -327,6 +369,7 @@ impl Lane {
         while let Some(item) = self.take_due(None) {
             ran = true;
             if item.python {
+                self.in_python.store(true, Ordering::Release);
                 poller::batch(&mut || {
                     let mut next = Some(item.take());
                     while let Some(item) = next {
@@ -334,6 +377,7 @@ impl Lane {
                         next = self.take_due(Some(true)).map(Taken::into_inner);
                     }
                 });
+                self.in_python.store(false, Ordering::Release);
             } else {
                 self.run(item.into_inner(), Status::SUCCESS);
             }
@@ -378,16 +422,21 @@ impl Lane {
         true
     }
 
-    /// Asks the stream how it is, now and then: after a fault no number comes, and what is queued is told.
-    pub(crate) fn look_after(&self, now: Instant) {
+    /// Whether it is time to ask the stream how it is.
+    pub(crate) fn is_to_be_asked(&self, now: Instant) -> bool {
         const EACH: std::time::Duration = std::time::Duration::from_millis(20);
-        {
-            let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
-            if now.saturating_duration_since(*asked) < EACH {
-                return;
-            }
+        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        let due = now.saturating_duration_since(*asked) >= EACH;
+        if due {
             *asked = now;
         }
+        due
+    }
+
+    /// Asks the stream how it is: after a fault no number comes, and what is queued is told. May block in the driver.
+    pub(crate) fn look_after(&self) {
+        // Somebody may be about to begin a capture, which the query would break.
+        let Some(_gate) = self.gate.try_read() else { return };
         let Some(stream) = self.queue().stream.clone() else { return };
         let driver = self.device.driver();
         let _relaxed = Relaxed::enter(driver);
@@ -401,19 +450,20 @@ impl Lane {
         };
         if let Err(error) = health
             && error.status().ends_all_work()
+            && let Ok(_turn) = self.turn.try_lock()
         {
-            self.fail(error.status());
+            self.run_in_turn();
+            self.fail_in_turn(error.status(), u64::MAX);
         }
     }
 
-    /// Tells all that is queued that it is not reached, but for what was.
-    fn fail(&self, status: Status) {
-        let Ok(_turn) = self.turn.try_lock() else { return };
-        self.run_in_turn();
+    /// Tells what is queued up to a number that it is not reached.
+    fn fail_in_turn(&self, status: Status, up_to: u64) {
         loop {
             let item = {
                 let mut queue = self.queue();
-                let item = queue.items.pop_front();
+                let due = queue.items.front().is_some_and(|item| item.number <= up_to);
+                let item = if due { queue.items.pop_front() } else { None };
                 self.front_changed(&queue);
                 item
             };

@@ -74,7 +74,8 @@ static ARRIVED: Condvar = Condvar::new();
 static STAND_BY: Condvar = Condvar::new();
 /// Who polls: the thread that has this number.
 static TURN: AtomicU64 = AtomicU64::new(0);
-/// Since when the polling thread is in foreign code, in nanoseconds; 0: it is not.
+/// Since when the polling thread is where it may be kept, in nanoseconds; 0: it is not. Whoever changes it from that to 0 has
+/// the turn: the thread itself when it comes back, or a stand-by that takes over.
 static BUSY: AtomicU64 = AtomicU64::new(0);
 /// Lanes have arrived.
 static NEWS: AtomicBool = AtomicBool::new(false);
@@ -91,7 +92,22 @@ fn nanoseconds(now: Instant) -> u64 {
     u64::try_from(now.saturating_duration_since(*START).as_nanos()).unwrap_or(u64::MAX).max(1)
 }
 
-/// Watches a lane until it is over.
+/// Whether there is a thread that polls, or one can be started now.
+pub(crate) fn is_started() -> bool {
+    static STARTED: AtomicBool = AtomicBool::new(false);
+    if STARTED.load(Ordering::Acquire) {
+        return true;
+    }
+    let mut guard = lock();
+    let watched = guard.get_or_insert_default();
+    if watched.threads == 0 {
+        start(watched);
+    }
+    STARTED.store(watched.threads > 0, Ordering::Release);
+    watched.threads > 0
+}
+
+/// Watches a lane until it is over. There is a thread that polls.
 pub(crate) fn watch(lane: Arc<Lane>) {
     let mut guard = lock();
     let watched = guard.get_or_insert_default();
@@ -100,10 +116,6 @@ pub(crate) fn watch(lane: Arc<Lane>) {
     if std::mem::take(&mut watched.parked) {
         ARRIVED.notify_one();
     }
-    if watched.threads == 0 {
-        start(watched);
-        start(watched);
-    }
 }
 
 fn start(watched: &mut Watched) {
@@ -111,7 +123,6 @@ fn start(watched: &mut Watched) {
         POLLS.set(true);
         stand_by();
     };
-    // Without a thread what is queued waits for the next that can be started.
     if thread::Builder::new().name("rstream-poller".into()).spawn(run).is_ok() {
         watched.threads += 1;
     }
@@ -153,9 +164,9 @@ fn stand_by() {
         let nobody = turn == 0;
         let busy = BUSY.load(Ordering::Acquire);
         let late = busy != 0 && nanoseconds(Instant::now()).saturating_sub(busy) > PATIENCE.as_nanos() as u64;
-        if nobody || late {
+        let taken = late && BUSY.compare_exchange(busy, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        if nobody || taken {
             let lanes = std::mem::take(&mut watched.lanes);
-            BUSY.store(0, Ordering::Release);
             TURN.store(turn + 1, Ordering::Release);
             if watched.standing_by == 0 && watched.threads < MOST_THREADS {
                 start(watched);
@@ -208,12 +219,8 @@ fn poll(turn: u64, mut lanes: Vec<Arc<Lane>>) {
                 drop(lock());
                 STAND_BY.notify_one();
             }
-            BUSY.store(nanoseconds(Instant::now()), Ordering::Release);
-            ran |= lane.run_due();
-            if TURN.load(Ordering::Acquire) != turn {
-                return;
-            }
-            BUSY.store(0, Ordering::Release);
+            let Some(due) = away(|| lane.run_due()) else { return };
+            ran |= due;
         }
         let now = Instant::now();
         if ran {
@@ -231,7 +238,9 @@ fn poll(turn: u64, mut lanes: Vec<Arc<Lane>>) {
             HOT_NOW.store(false, Ordering::Release);
         }
         for lane in &lanes {
-            lane.look_after(now);
+            if lane.is_to_be_asked(now) && away(|| lane.look_after()).is_none() {
+                return;
+            }
         }
         spins = spins.wrapping_add(1);
         let policy = wait_policy();
@@ -265,4 +274,12 @@ fn poll(turn: u64, mut lanes: Vec<Arc<Lane>>) {
         }
         guard.get_or_insert_default().parked = false;
     }
+}
+
+/// Runs `f`, which may keep this thread: foreign code, or the driver. `None`: a stand-by has taken the turn meanwhile.
+fn away<R>(f: impl FnOnce() -> R) -> Option<R> {
+    let since = nanoseconds(Instant::now());
+    BUSY.store(since, Ordering::Release);
+    let result = f();
+    BUSY.compare_exchange(since, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok().then_some(result)
 }

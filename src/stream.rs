@@ -571,7 +571,12 @@ impl Stream {
             }
         })?;
         if let (None, Record::Captured(theirs)) = (mine, record) {
-            gate::joined((self.inner.device.kind(), theirs.id()), &self.inner.gate);
+            let key = (self.inner.device.kind(), theirs.id());
+            gate::joined(key, &self.inner.gate);
+            // The capture may have ended before that was known.
+            if self.capture_status(api)? == CaptureStatus::None {
+                gate::not_joined(key, &self.inner.gate);
+            }
         }
         Ok(())
     }

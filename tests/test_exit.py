@@ -255,3 +255,27 @@ def test_the_package_imports_without_touching_a_device(program):
         assert threading.active_count() == 1
         """
     )
+
+
+def test_a_stream_waits_for_no_callback_that_the_exit_has_cut_off(program):
+    """What waits for the stream after the interpreter's exit functions would hang otherwise."""
+    out = program(
+        """
+        import atexit, os, threading
+        stream, entered = rs.Stream(), threading.Event()
+
+        def block(*_):
+            entered.set()
+            threading.Event().wait()
+
+        stream.add_callback(block)
+        entered.wait(30)
+        rs._exit()
+        atexit.unregister(rs._exit)
+        stream.synchronize(30)
+        print("went on", flush=True)
+        os._exit(0)
+        """,
+        RSTREAM_EXIT_TIMEOUT="0.1",
+    )
+    assert out == "went on\n"

@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import math
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -169,27 +170,40 @@ class _Inbox:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._due: list[_Due] = []
+        self._woken = False
 
     def put(self, loop: asyncio.AbstractEventLoop, due: _Due) -> None:
         with self._lock:
             self._due.append(due)
-            if len(self._due) > 1:
+            if self._woken:
                 return
+            self._woken = True
+        self._wake(loop)
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            loop.call_soon_threadsafe(self._drain)
-        except RuntimeError:
+            loop.call_soon_threadsafe(self._drain, loop)
+        except BaseException as error:
+            # The next that is due wakes it up again.
+            self._woken = False
+            if not isinstance(error, RuntimeError):
+                raise
             # The loop is closed, and with it everybody who could have waited.
-            self._take()
+            self._due = []
 
-    def _take(self) -> list[_Due]:
+    def _drain(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
-            due, self._due = self._due, []
-        return due
-
-    def _drain(self) -> None:
-        for future, completion in self._take():
-            if not future.done():
-                _settle(future, completion)
+            due, self._due, self._woken = self._due, [], False
+        while due:
+            future, completion = due.pop(0)
+            try:
+                if not future.done():
+                    _settle(future, completion)
+            finally:
+                if due and sys.exception() is not None:
+                    with self._lock:
+                        self._due, self._woken = due + self._due, True
+                    self._wake(loop)
 
 
 _inboxes_lock = threading.Lock()

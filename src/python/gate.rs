@@ -362,6 +362,7 @@ pub(super) fn _at_exit(py: Python<'_>, seconds: f64) -> PyResult<usize> {
         CLOSED.store(true, Ordering::SeqCst);
         CHANGED.notify_all();
         drop(guard);
+        crate::lane::let_go_of_python();
         let left = OWED.load(Ordering::SeqCst);
         // Who was let in before needs the GIL, which is free now.
         while ENTERING.load(Ordering::SeqCst) > 0 {
