@@ -17,9 +17,10 @@ for each capture its members and nodes. Checked are:
 - at the end: which host code ran and how often, in which order, with what result; the contents of arrays that no race
   decides; the nodes and edges of graphs; that nothing is pending.
 
-The examples are the same in each run. With `RSTREAM_MODEL_OUT=file` a line about them is appended to the file: how many
-programs, operations and refusals there were of each kind. It is the same for every device. `RSTREAM_STRESS=n` with n
-below 300 runs n examples.
+The examples are the same in each run with one version of hypothesis, and one way to install it and rstream: it takes
+constants for its examples from modules outside of site-packages. With `RSTREAM_MODEL_OUT=file` a line about them is
+appended to the file: how many programs, operations and refusals there were of each kind. It is the same for every
+device. `RSTREAM_STRESS=n` with n below 300 runs n examples.
 """
 
 from __future__ import annotations
