@@ -153,15 +153,15 @@ pub(crate) unsafe fn state(driver: &Driver, stream: CUstream) -> Result<State> {
     unsafe { info(driver, stream, None) }
 }
 
-/// As [`state`], with the nodes that the next one depends on.
+/// The nodes that the next one depends on.
 ///
 /// # Safety
 /// As [`status`]; nobody else captures meanwhile.
-unsafe fn state_with_nodes(driver: &Driver, stream: CUstream) -> Result<(State, Vec<CUgraphNode>)> {
+unsafe fn next_depends_on(driver: &Driver, stream: CUstream) -> Result<Vec<CUgraphNode>> {
     let mut nodes = Vec::new();
     // SAFETY: the caller's promise.
-    let state = unsafe { info(driver, stream, Some(&mut nodes)) }?;
-    Ok((state, nodes))
+    unsafe { info(driver, stream, Some(&mut nodes)) }?;
+    Ok(nodes)
 }
 
 /// # Safety
@@ -271,10 +271,15 @@ impl RawCapture {
         self.into.as_ref().map_or(Owner::capture(self.stream.device(), self.id), Captive::owner)
     }
 
+    /// Whether it has to end on another thread than this one.
+    fn is_elsewhere(&self) -> bool {
+        self.mode != CaptureMode::Relaxed && self.thread != thread::current().id()
+    }
+
     /// Ends it (`cuStreamEndCapture`). Refused on another thread than the one that began it, if its mode says so: it goes
     /// on then, and is given back.
     pub(crate) fn end(mut self, api: &Api<'_>) -> Result<Graph, (Error, Option<Box<RawCapture>>)> {
-        if self.mode != CaptureMode::Relaxed && self.thread != thread::current().id() {
+        if self.is_elsewhere() {
             return Err((wrong_thread(), Some(Box::new(self))));
         }
         match self.finish(api) {
@@ -309,7 +314,10 @@ impl RawCapture {
         self.ended = true;
         match (self.into.take(), ended) {
             // A capture that broke has taken the caller's graph with it.
-            (Some(into), ended) => into.release(ended.is_ok()).and_then(|graph| ended.map(|()| graph)),
+            (Some(into), ended) => {
+                let graph = into.release(ended.is_ok());
+                ended.map(|()| graph)
+            }
             (None, Err(error)) => Err(error),
             (None, Ok(())) => Ok(Graph::adopt(device, graph, Owner::capture(device, self.id))),
         }
@@ -356,8 +364,7 @@ impl RawCapture {
     /// the caller's, which would be lost: it goes on then, and is given back.
     #[cfg(feature = "python")]
     pub(crate) fn abandon(mut self) -> Result<(), (Error, Box<RawCapture>)> {
-        let elsewhere = self.mode != CaptureMode::Relaxed && self.thread != thread::current().id();
-        if elsewhere && self.into.is_some() {
+        if self.is_elsewhere() && self.into.is_some() {
             return Err((wrong_thread(), Box::new(self)));
         }
         self.abandon_now();
@@ -594,7 +601,7 @@ pub(crate) fn dependencies(api: &Api<'_>, stream: &Stream, (id, owner): (u64, Ow
     let ready = in_capture(api, stream, id)?;
     let driver = stream.device().driver();
     // SAFETY: the stream is alive, its context current, and `ready` keeps others from capturing.
-    let (_, nodes) = unsafe { state_with_nodes(driver, ready.handle()) }?;
+    let nodes = unsafe { next_depends_on(driver, ready.handle()) }?;
     nodes.into_iter().map(|node| Node::of(driver, owner, node)).collect()
 }
 
@@ -626,7 +633,7 @@ pub(crate) fn update_dependencies(
 /// As [`status`]; nobody else captures meanwhile.
 pub(crate) unsafe fn last_node(driver: &Driver, stream: CUstream) -> Result<CUgraphNode> {
     // SAFETY: the caller's promise.
-    unsafe { state_with_nodes(driver, stream) }?.1.last().copied().ok_or_else(broken)
+    unsafe { next_depends_on(driver, stream) }?.last().copied().ok_or_else(broken)
 }
 
 impl Stream {
@@ -703,7 +710,7 @@ impl Stream {
         let dependencies = {
             let driver = self.device().driver();
             // SAFETY: the stream is alive, its context current, and `ready` keeps others from capturing.
-            let (_, nodes) = unsafe { state_with_nodes(driver, ready.handle()) }?;
+            let nodes = unsafe { next_depends_on(driver, ready.handle()) }?;
             nodes.into_iter().map(|node| Node::of(driver, owner, node)).collect::<Result<Vec<Node>>>()?
         };
         Ok(Some(CaptureInfo { id: capture.id, graph: capture.graph as usize, dependencies }))

@@ -56,30 +56,40 @@ pub(crate) fn svg(labels: &[String], edges: &[(usize, usize)]) -> String {
 
 /// The row of each box: below all that it comes after. What is in a circle goes below the rest.
 fn rows(count: usize, edges: &[(usize, usize)]) -> Vec<usize> {
+    let mut rows = vec![0; count];
+    let mut placed = vec![false; count];
+    in_order(count, edges, |node, after| {
+        placed[node] = true;
+        for &next in after {
+            rows[next] = rows[next].max(rows[node] + 1);
+        }
+    });
+    let below = (0..count).filter(|&node| placed[node]).map(|node| rows[node] + 1).max().unwrap_or(0);
+    for node in (0..count).filter(|&node| !placed[node]) {
+        rows[node] = below;
+    }
+    rows
+}
+
+/// Visits each node behind all that it comes after, with those that come directly after it. What is in a circle, or
+/// behind one, is left out.
+pub(crate) fn in_order(count: usize, edges: &[(usize, usize)], mut visit: impl FnMut(usize, &[usize])) {
     let mut missing = vec![0_usize; count];
     let mut after = vec![Vec::new(); count];
     for &(from, to) in edges {
         missing[to] += 1;
         after[from].push(to);
     }
-    let mut rows = vec![0; count];
     let mut free: Vec<usize> = (0..count).filter(|&node| missing[node] == 0).collect();
-    let mut placed = vec![false; count];
     while let Some(node) = free.pop() {
-        placed[node] = true;
+        visit(node, &after[node]);
         for &to in &after[node] {
-            rows[to] = rows[to].max(rows[node] + 1);
             missing[to] -= 1;
             if missing[to] == 0 {
                 free.push(to);
             }
         }
     }
-    let below = (0..count).filter(|&node| placed[node]).map(|node| rows[node] + 1).max().unwrap_or(0);
-    for node in (0..count).filter(|&node| !placed[node]) {
-        rows[node] = below;
-    }
-    rows
 }
 
 #[cfg(test)]

@@ -21,6 +21,7 @@ use cudarc::driver::sys::{
 use crate::api::{Api, callback_scope};
 use crate::completion::{panic_message, shield};
 use crate::device::Device;
+use crate::drawing;
 use crate::driver::{Driver, Kind};
 use crate::error::{Error, Refused, Result, Status};
 use crate::event::Event;
@@ -47,6 +48,11 @@ fn captured_into() -> MutexGuard<'static, Vec<Into>> {
     CAPTURED_INTO.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The one that goes on under the number `id`, if it goes into a graph that existed before.
+fn with_captured_into<R>(device: Device, id: u64, look: impl FnOnce(Option<&Into>) -> R) -> R {
+    look(captured_into().iter().find(|into| (into.kind, into.id) == (device.kind(), id)))
+}
+
 /// One capture: captures into one graph, one after the other, have one number (measured).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sequence {
@@ -62,8 +68,7 @@ impl Sequence {
 
     /// The capture that goes on under the number `id`.
     pub(crate) fn of(device: Device, id: u64) -> Sequence {
-        let same = |into: &&Into| (into.kind, into.id) == (device.kind(), id);
-        Sequence { id, serial: captured_into().iter().find(same).map_or(0, |into| into.serial) }
+        Sequence { id, serial: with_captured_into(device, id, |into| into.map_or(0, |into| into.serial)) }
     }
 }
 
@@ -80,8 +85,7 @@ impl Owner {
 
     /// As [`Owner::capture`], when it may go into a graph that existed before.
     pub(crate) fn of_capture(device: Device, id: u64) -> Owner {
-        let same = |into: &&Into| (into.kind, into.id) == (device.kind(), id);
-        captured_into().iter().find(same).map_or(Owner::capture(device, id), |into| into.owner)
+        with_captured_into(device, id, |into| into.map_or(Owner::capture(device, id), |into| into.owner))
     }
 
     /// The handles of nodes that have to be this owner's.
@@ -488,45 +492,28 @@ impl Captive {
     }
 
     /// The capture is over; `whole`: it ended well. The driver has destroyed the graph otherwise.
-    pub(crate) fn release(self, whole: bool) -> Result<Graph> {
+    pub(crate) fn release(self, whole: bool) -> Graph {
         captured_into().retain(|into| into.owner != self.owner());
         let mut handle = self.0.lock();
         if let Handle::Captured(graph) = *handle {
             *handle = if whole { Handle::Alive(graph) } else { Handle::Gone };
         }
         drop(handle);
-        Ok(self.0)
+        self.0
     }
 }
 
-/// The nodes of a graph, and its edges.
+/// The nodes of a graph, and its edges, by the nodes' positions.
 struct Shape {
     nodes: Vec<Node>,
-    edges: Vec<(Node, Node)>,
+    edges: Vec<(usize, usize)>,
 }
 
 impl Shape {
-    /// Whether nodes are left when all are taken away that depend on none, again and again.
     fn has_cycle(&self) -> bool {
-        let mut missing: HashMap<Node, usize> = self.nodes.iter().map(|&node| (node, 0)).collect();
-        let mut dependents: HashMap<Node, Vec<Node>> = HashMap::new();
-        for &(from, to) in &self.edges {
-            *missing.entry(to).or_default() += 1;
-            dependents.entry(from).or_default().push(to);
-        }
-        let mut free: Vec<Node> = missing.iter().filter(|(_, count)| **count == 0).map(|(&node, _)| node).collect();
-        let mut taken = 0;
-        while let Some(node) = free.pop() {
-            taken += 1;
-            for to in dependents.get(&node).into_iter().flatten() {
-                let count = missing.get_mut(to).expect("an edge leads to a node");
-                *count -= 1;
-                if *count == 0 {
-                    free.push(*to);
-                }
-            }
-        }
-        taken < missing.len()
+        let mut placed = 0;
+        drawing::in_order(self.nodes.len(), &self.edges, |_, _| placed += 1);
+        placed < self.nodes.len()
     }
 }
 
@@ -553,10 +540,15 @@ unsafe fn shape(driver: &Driver, graph: CUgraph, owner: Owner) -> Result<Shape> 
         }
         (nodes, from, to)
     };
-    let node = |handle| Node::of(driver, owner, handle);
+    let positions: HashMap<CUgraphNode, usize> = nodes.iter().enumerate().map(|(at, &node)| (node, at)).collect();
+    let position = |node| positions.get(&node).copied().ok_or_else(|| Error::invalid("the graph changes meanwhile"));
     Ok(Shape {
-        nodes: nodes.into_iter().map(node).collect::<Result<Vec<Node>>>()?,
-        edges: from.into_iter().zip(to).map(|(from, to)| Ok((node(from)?, node(to)?))).collect::<Result<Vec<_>>>()?,
+        nodes: nodes.into_iter().map(|node| Node::of(driver, owner, node)).collect::<Result<_>>()?,
+        edges: from
+            .into_iter()
+            .zip(to)
+            .map(|(from, to)| Ok((position(from)?, position(to)?)))
+            .collect::<Result<_>>()?,
     })
 }
 
@@ -670,7 +662,8 @@ impl Graph {
     /// # Errors
     /// What the driver answers.
     pub fn edges(&self, api: &Api<'_>) -> Result<Vec<(Node, Node)>> {
-        self.shape(api).map(|shape| shape.edges)
+        let Shape { nodes, edges } = self.shape(api)?;
+        Ok(edges.into_iter().map(|(from, to)| (nodes[from], nodes[to])).collect())
     }
 
     /// Adds edges: the second node of each pair will depend on the first (`cuGraphAddDependencies`).
@@ -681,7 +674,7 @@ impl Graph {
         let owner = self.inner.owner;
         let from = edges.iter().map(|edge| owner.handle_of(edge.0)).collect::<Result<Vec<_>>>()?;
         let to = edges.iter().map(|edge| owner.handle_of(edge.1)).collect::<Result<Vec<_>>>()?;
-        let there = self.shape(api)?.edges;
+        let there = self.edges(api)?;
         for (index, edge) in edges.iter().enumerate() {
             if edge.0 == edge.1 {
                 return Err(Error::invalid(format!("{:?} cannot depend on itself", edge.0)));
@@ -1011,11 +1004,15 @@ impl Graph {
     fn host_records(&self, api: &Api<'_>) -> Result<Vec<Arc<HostRecord>>> {
         self.with(api, |driver, graph| {
             // SAFETY: the graph exists, and the lock keeps other threads away.
-            let nodes = unsafe { shape(driver, graph, self.inner.owner) }?.nodes;
-            let mut records: Vec<_> = nodes.into_iter().filter_map(|node| host_record(driver, node)).collect();
-            records.extend(self.inside().iter().filter_map(Weak::upgrade));
-            Ok(records)
+            let shape = unsafe { shape(driver, graph, self.inner.owner) }?;
+            Ok(self.records_of(driver, &shape))
         })
+    }
+
+    fn records_of(&self, driver: &Driver, shape: &Shape) -> Vec<Arc<HostRecord>> {
+        let mut records: Vec<_> = shape.nodes.iter().filter_map(|&node| host_record(driver, node)).collect();
+        records.extend(self.inside().iter().filter_map(Weak::upgrade));
+        records
     }
 
     /// The host functions in the graph that rstream added, without those of graphs inside of it.
@@ -1039,15 +1036,13 @@ impl Graph {
         self.with(api, |driver, graph| {
             // SAFETY: the graph exists, and the lock keeps other threads away.
             let shape = unsafe { shape(driver, graph, self.inner.owner) }?;
-            let mut numbers: HashMap<Node, usize> = HashMap::new();
             let mut text = String::from("digraph graph_1 {\n    node [shape=box]\n");
             for (number, &node) in shape.nodes.iter().enumerate() {
                 let label = label(driver, node).replace('\\', "\\\\").replace('"', "\\\"");
                 writeln!(text, "    n{number} [label=\"{label}\"]").expect("a string grows");
-                numbers.insert(node, number);
             }
-            for (from, to) in &shape.edges {
-                writeln!(text, "    n{} -> n{}", numbers[from], numbers[to]).expect("a string grows");
+            for (from, to) in shape.edges {
+                writeln!(text, "    n{from} -> n{to}").expect("a string grows");
             }
             text.push_str("}\n");
             Ok(text)
@@ -1062,12 +1057,8 @@ impl Graph {
         self.with(api, |driver, graph| {
             // SAFETY: the graph exists, and the lock keeps other threads away.
             let shape = unsafe { shape(driver, graph, self.inner.owner) }?;
-            let numbers: HashMap<Node, usize> =
-                shape.nodes.iter().enumerate().map(|(number, &node)| (node, number)).collect();
             let labels: Vec<String> = shape.nodes.iter().map(|&node| label(driver, node)).collect();
-            let edges: Vec<(usize, usize)> =
-                shape.edges.iter().map(|(from, to)| (numbers[from], numbers[to])).collect();
-            Ok(crate::drawing::svg(&labels, &edges))
+            Ok(drawing::svg(&labels, &shape.edges))
         })
     }
 
@@ -1076,12 +1067,13 @@ impl Graph {
     /// # Errors
     /// [`Error::InvalidValue`] for a graph with a cycle; [`Error::Capture`] while it is captured into.
     pub fn instantiate(&self, api: &Api<'_>) -> Result<GraphExec> {
-        let records = self.host_records(api)?;
         self.with(api, |driver, graph| {
             // SAFETY: the graph exists, and the lock keeps other threads away.
-            if unsafe { shape(driver, graph, self.inner.owner) }?.has_cycle() {
+            let shape = unsafe { shape(driver, graph, self.inner.owner) }?;
+            if shape.has_cycle() {
                 return Err(Error::invalid("the graph has a cycle: some nodes depend on one another"));
             }
+            let records = self.records_of(driver, &shape);
             // It is no part of anybody's capture, so it must not break one.
             let _relaxed = Relaxed::enter(driver);
             let mut exec: CUgraphExec = ptr::null_mut();

@@ -26,7 +26,7 @@ use crate::stream::{RawStream, query};
 
 /// How many streams of a device wait on memory at the same time, at most. Beyond that the driver's callback is used: every
 /// stream that waits takes one of the hardware's channels, and when all are taken other streams stall (measured).
-pub(crate) fn most_waiting() -> usize {
+fn most_waiting() -> usize {
     static MOST: std::sync::OnceLock<usize> = std::sync::OnceLock::new();
     *MOST.get_or_init(|| {
         let connections = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().and_then(|text| text.parse().ok());
@@ -366,36 +366,37 @@ impl Lane {
 
     fn run_in_turn(&self) -> bool {
         let mut ran = false;
-        while let Some(item) = self.take_due(None) {
+        while let Some(item) = self.take_due(|_| true) {
             ran = true;
             if item.python {
+                let mut next = Some(item);
                 self.in_python.store(true, Ordering::Release);
                 poller::batch(&mut || {
-                    let mut next = Some(item.take());
-                    while let Some(item) = next {
+                    while let Some(item) = next.take() {
                         self.run(item, Status::SUCCESS);
-                        next = self.take_due(Some(true)).map(Taken::into_inner);
+                        next = self.take_due(|item| item.python);
                     }
                 });
                 self.in_python.store(false, Ordering::Release);
             } else {
-                self.run(item.into_inner(), Status::SUCCESS);
+                self.run(item, Status::SUCCESS);
             }
         }
         ran
     }
 
-    fn take_due(&self, python: Option<bool>) -> Option<Taken> {
+    fn take_due(&self, fits: impl FnOnce(&Item) -> bool) -> Option<Item> {
         let flag = self.words.flag().load(Ordering::Acquire);
+        self.take(|item| item.number <= flag && fits(item))
+    }
+
+    /// Takes the first item off the queue, if it fits.
+    fn take(&self, fits: impl FnOnce(&Item) -> bool) -> Option<Item> {
         let mut queue = self.queue();
-        let front = queue.items.front().filter(|item| item.number <= flag)?;
-        let python_item = front.python;
-        if python.is_some_and(|wanted| wanted != python_item) {
-            return None;
-        }
+        queue.items.front().filter(|item| fits(item))?;
         let item = queue.items.pop_front();
         self.front_changed(&queue);
-        item.map(|item| Taken { python: python_item, item: std::cell::Cell::new(Some(item)) })
+        item
     }
 
     /// Runs one item, which is off the queue, and lets the stream go on.
@@ -459,32 +460,8 @@ impl Lane {
 
     /// Tells what is queued up to a number that it is not reached.
     fn fail_in_turn(&self, status: Status, up_to: u64) {
-        loop {
-            let item = {
-                let mut queue = self.queue();
-                let due = queue.items.front().is_some_and(|item| item.number <= up_to);
-                let item = if due { queue.items.pop_front() } else { None };
-                self.front_changed(&queue);
-                item
-            };
-            let Some(item) = item else { return };
+        while let Some(item) = self.take(|item| item.number <= up_to) {
             self.run(item, status);
         }
-    }
-}
-
-/// An item off the queue, taken by one of two closures.
-struct Taken {
-    python: bool,
-    item: std::cell::Cell<Option<Item>>,
-}
-
-impl Taken {
-    fn take(&self) -> Item {
-        self.item.take().expect("taken once")
-    }
-
-    fn into_inner(self) -> Item {
-        self.take()
     }
 }

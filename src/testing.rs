@@ -16,8 +16,9 @@ use crate::memory::Buffer;
 use crate::stream::{Stream, StreamOptions};
 
 /// A kernel in PTX, which every GPU since 7.0 takes, so that no compiler is needed: it lasts for some time, then fails if
-/// it is asked to. softcuda has a kernel of the same name.
-const KERNEL: &CStr = c"\
+/// it is asked to: `rstream_work(u64 nanoseconds, u32 code)`, for `cuModuleLoadData`. softcuda has a kernel of the same
+/// name.
+pub const KERNEL: &CStr = c"\
 .version 7.0
 .target sm_70
 .address_size 64

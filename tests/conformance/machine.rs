@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::*;
 use rstream::driver::{Driver, StreamCallback};
+use rstream::testing::KERNEL;
 
 /// What a call answers that this driver does not have: `CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER`.
 const MISSING: u32 = 36;
@@ -42,33 +43,6 @@ macro_rules! ask {
         }
     };
 }
-
-/// A kernel for any GPU since 7.0: lasts for some time, then faults if it is asked to. softcuda knows it by its name.
-const KERNEL: &std::ffi::CStr = c"\
-.version 7.0
-.target sm_70
-.address_size 64
-.visible .entry rstream_work(.param .u64 nanoseconds, .param .u32 code)
-{
-    .reg .u64 start, now, passed, limit, address;
-    .reg .u32 value;
-    .reg .pred more, good;
-    ld.param.u64 limit, [nanoseconds];
-    ld.param.u32 value, [code];
-    mov.u64 start, %globaltimer;
-again:
-    mov.u64 now, %globaltimer;
-    sub.u64 passed, now, start;
-    setp.lt.u64 more, passed, limit;
-    @more bra again;
-    setp.eq.u32 good, value, 0;
-    @good bra done;
-    mov.u64 address, 16;
-    st.global.u32 [address], value;
-done:
-    ret;
-}
-";
 
 impl Bench {
     /// Retains the primary context of device 0 and loads the kernel, which would wait for all work if it came later.
