@@ -179,14 +179,38 @@ def awaits(bench: Bench) -> None:
                 figure = bench.each(2000, lambda count, run=run: asyncio.run(run(count)), nothing)
                 bench.note(f"T7 await, {name}", f"rstream {signal}", figure)
 
-    async def executor(count: int, wait: Callable[[], object]) -> None:
-        loop = asyncio.get_running_loop()
-        for _ in range(count):
-            await loop.run_in_executor(None, wait)
-
     with rs.Stream(bench.device) as stream:
-        figure = bench.each(2000, lambda count: asyncio.run(executor(count, stream.synchronize)), nothing)
-        bench.note("T7 await, one", "run_in_executor", figure)
+
+        async def one_in_executor(count: int) -> None:
+            loop = asyncio.get_running_loop()
+            for _ in range(count):
+                await loop.run_in_executor(None, stream.synchronize)
+
+        async def all_in_executor(count: int) -> None:
+            loop = asyncio.get_running_loop()
+            await asyncio.gather(*[loop.run_in_executor(None, stream.synchronize) for _ in range(count)])
+
+        async def polled() -> None:
+            event = stream.record()
+            while not event.query():
+                await asyncio.sleep(0)
+
+        async def one_polled(count: int) -> None:
+            for _ in range(count):
+                await polled()
+
+        async def all_polled(count: int) -> None:
+            await asyncio.gather(*[polled() for _ in range(count)])
+
+        for name, run in (
+            ("T7 await, one", one_in_executor),
+            ("T7 await, gathered", all_in_executor),
+        ):
+            figure = bench.each(2000, lambda count, run=run: asyncio.run(run(count)), nothing)
+            bench.note(name, "run_in_executor", figure)
+        for name, run in (("T7 await, one", one_polled), ("T7 await, gathered", all_polled)):
+            figure = bench.each(2000, lambda count, run=run: asyncio.run(run(count)), nothing)
+            bench.note(name, "event polling", figure)
 
 
 def idle(bench: Bench) -> None:
@@ -285,42 +309,90 @@ def million(bench: Bench) -> None:
 
 
 def peers(bench: Bench) -> dict[str, dict[str, Any]]:
-    """What is installed and can be measured on a GPU."""
+    """What is installed and can be measured on a GPU: calls on an idle stream, and host callbacks where it has them."""
     found: dict[str, dict[str, Any]] = {}
     if bench.device.is_software:
         return found
-    try:
-        import cupy  # type: ignore[import-not-found]
-
-        stream = cupy.cuda.Stream(non_blocking=True)
-        event = cupy.cuda.Event(disable_timing=True)
-        found["CuPy"] = {
-            "handle": stream,
-            "add": lambda function: stream.launch_host_func(function, None),
-            "synchronize": stream.synchronize,
-            "idle": {
-                "query": lambda: stream.done,
-                "synchronize": stream.synchronize,
-                "event record": lambda: event.record(stream),
-                "create and close": lambda: cupy.cuda.Stream(non_blocking=True),
-            },
-        }
-    except ImportError:
-        pass
-    try:
-        import torch  # type: ignore[import-not-found]
-
-        theirs, mark = torch.cuda.Stream(), torch.cuda.Event()
-        found["torch"] = {
-            "idle": {
-                "query": theirs.query,
-                "synchronize": theirs.synchronize,
-                "event record": lambda: mark.record(theirs),
-            }
-        }
-    except ImportError:
-        pass
+    for name, make in (("CuPy", of_cupy), ("cuda.bindings", of_bindings), ("cuda.core", of_core), ("torch", of_torch)):
+        try:
+            found[name] = make()
+        except ImportError:
+            print(f"  {name} is not installed")
     return found
+
+
+def of_cupy() -> dict[str, Any]:
+    import cupy  # type: ignore[import-not-found]
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    event = cupy.cuda.Event(disable_timing=True)
+    return {
+        "handle": stream,
+        "add": lambda function: stream.launch_host_func(function, None),
+        "synchronize": stream.synchronize,
+        "idle": {
+            "query": lambda: stream.done,
+            "synchronize": stream.synchronize,
+            "event record": lambda: event.record(stream),
+            "create and close": lambda: cupy.cuda.Stream(non_blocking=True),
+        },
+    }
+
+
+def of_bindings() -> dict[str, Any]:
+    from cuda.bindings import driver  # type: ignore[import-not-found]
+
+    handle = driver.cuStreamCreate(1)[1]
+    event = driver.cuEventCreate(2)[1]
+    prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    made: dict[Callable[..., None], Any] = {}
+
+    def add(function: Callable[..., None]) -> None:
+        if function not in made:
+            made[function] = prototype(lambda data: function())
+        address = ctypes.cast(made[function], ctypes.c_void_p).value
+        driver.cuLaunchHostFunc(handle, driver.CUhostFn(address), 0)
+
+    return {
+        "handle": int(handle),
+        "add": add,
+        "synchronize": lambda: driver.cuStreamSynchronize(handle),
+        "idle": {
+            "query": lambda: driver.cuStreamQuery(handle),
+            "synchronize": lambda: driver.cuStreamSynchronize(handle),
+            "event record": lambda: driver.cuEventRecord(event, handle),
+            "create and close": lambda: driver.cuStreamDestroy(driver.cuStreamCreate(1)[1]),
+        },
+    }
+
+
+def of_core() -> dict[str, Any]:
+    from cuda.core import Device  # type: ignore[import-not-found]
+
+    device = Device()
+    device.set_current()
+    stream = device.create_stream()
+    event = device.create_event() if hasattr(device, "create_event") else stream.record()
+    return {
+        "idle": {
+            "synchronize": stream.sync,
+            "event record": lambda: stream.record(event),
+            "create and close": lambda: device.create_stream().close(),
+        }
+    }
+
+
+def of_torch() -> dict[str, Any]:
+    import torch  # type: ignore[import-not-found]
+
+    stream, event = torch.cuda.Stream(), torch.cuda.Event()
+    return {
+        "idle": {
+            "query": stream.query,
+            "synchronize": stream.synchronize,
+            "event record": lambda: event.record(stream),
+        }
+    }
 
 
 def callbacks_of_peers(bench: Bench) -> None:

@@ -9,6 +9,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_ushort, c_void};
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 use cudarc::driver::sys::{self, *};
@@ -300,7 +301,7 @@ impl Driver {
         unsafe { driver.cuInit(0).and_then(|()| driver.cuDriverGetVersion(&raw mut version)) }
             .map_err(|error| Error::NoDriver { reason: error.to_string() })?;
         driver.version = u32::try_from(version).unwrap_or(0);
-        OWNER.get_or_init(std::process::id);
+        mark_forked_children();
         Ok(driver)
     }
 
@@ -348,12 +349,27 @@ impl Driver {
     }
 }
 
-/// The process that started a driver.
-static OWNER: OnceLock<u32> = OnceLock::new();
+/// This process is a forked child of one that had started a driver.
+static FORKED: AtomicBool = AtomicBool::new(false);
 
 /// Whether this process is a forked child of the one that started a driver: no call of the driver is sound here.
 pub(crate) fn is_forked_child() -> bool {
-    OWNER.get().is_some_and(|&owner| owner != std::process::id())
+    FORKED.load(Ordering::Relaxed)
+}
+
+/// From now on, forked children know that they are (`pthread_atfork`): to ask for the process id in each call would take a
+/// system call. A child that does not come by `fork`, as of `posix_spawn`, runs none of this library's code.
+fn mark_forked_children() {
+    #[cfg(unix)]
+    {
+        extern "C" fn mark() {
+            FORKED.store(true, Ordering::Relaxed);
+        }
+        static ONCE: std::sync::Once = std::sync::Once::new();
+        // SAFETY: the handler is safe to call in a forked child: it stores one byte. It stays, since this library is
+        // never unloaded while a driver that it started is in use.
+        ONCE.call_once(|| assert_eq!(unsafe { libc::pthread_atfork(None, None, Some(mark)) }, 0, "out of memory"));
+    }
 }
 
 /// The symbols of libcuda.

@@ -1,10 +1,17 @@
 //! The driver table: versions, missing functions, and refused calls on the software driver.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rstream::driver::{Driver, Kind};
-use rstream::{Api, Buffer, Device, Error, Pattern, Status, Stream, StreamOptions, testing};
+use rstream::{Api, Buffer, Device, Error, Pattern, Signal, Status, Stream, StreamOptions, testing};
+
+/// An injected failure strikes the next call of the process: tests that inject one, or whose calls could be struck, take
+/// turns.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 #[test]
 fn a_function_newer_than_the_driver_is_refused_and_never_called() {
@@ -30,8 +37,10 @@ fn a_missing_function_is_told_and_nothing_panics() {
 
 #[test]
 fn a_refused_enqueue_gives_the_closure_back_and_drops_nothing_it_owns() {
+    let _alone = alone();
     Api::attach(|api| {
-        let stream = Stream::new(api, Device::soft(api, 1)?, StreamOptions::default())?;
+        let options = StreamOptions { signal: Signal::Driver, ..StreamOptions::default() };
+        let stream = Stream::new(api, Device::soft(api, 1)?, options)?;
         let owned = Arc::new(());
         let held = Arc::clone(&owned);
         let injected = testing::inject("cuStreamAddCallback", Status::OUT_OF_MEMORY.code(), 1)?;
@@ -62,6 +71,7 @@ fn bad_names_of_devices_are_quoted() {
 
 #[test]
 fn an_object_of_another_device_is_refused() {
+    let _alone = alone();
     Api::attach(|api| {
         let (a, b) = (Device::soft(api, 0)?, Device::soft(api, 1)?);
         let stream = Stream::new(api, a, StreamOptions::default())?;
@@ -92,6 +102,7 @@ fn an_object_of_another_device_is_refused() {
 
 #[test]
 fn what_queued_work_uses_is_kept_whatever_an_event_answers() {
+    let _alone = alone();
     struct Told(Arc<AtomicBool>);
     impl Drop for Told {
         fn drop(&mut self) {
@@ -124,6 +135,7 @@ fn what_queued_work_uses_is_kept_whatever_an_event_answers() {
 
 #[test]
 fn a_hold_returns_even_if_nothing_can_be_kept_for_it() {
+    let _alone = alone();
     Api::attach(|api| {
         let stream = Stream::new(api, Device::soft(api, 1)?, StreamOptions::default())?;
         testing::hold(api, &stream)?.release();

@@ -233,6 +233,10 @@ class Capture:
     def status(self) -> str:
         return "none" if self.over else "invalidated" if self.broken else "active"
 
+    def is_elsewhere(self, thread: int) -> bool:
+        """Whether `thread` may not end it."""
+        return self.mode != "relaxed" and self.thread != thread
+
     def joined(self) -> bool:
         """Whether all that was captured comes before where the origin is."""
         before: set[Node] = set()
@@ -619,7 +623,7 @@ class Player:
         refusal = None
         if capture.over:
             refusal = 401
-        elif capture.mode != "relaxed" and capture.thread != self.thread:
+        elif capture.is_elsewhere(self.thread):
             refusal = 908
         elif capture.broken:
             refusal = 901
@@ -641,9 +645,15 @@ class Player:
         self.abandon(capture)
 
     def abandon(self, capture: Capture) -> None:
-        self.call(capture.real.abandon, refusal=401 if capture.over else None)
-        if not capture.over:
-            right = capture.mode == "relaxed" or capture.thread == self.thread
+        """Refused elsewhere if a graph of the caller's would be lost, which the end on another thread destroys."""
+        refusal = None
+        if capture.over:
+            refusal = 401
+        elif capture.is_elsewhere(self.thread) and capture.into is not None:
+            refusal = 908
+        self.call(capture.real.abandon, refusal=refusal)
+        if refusal is None:
+            right = not capture.is_elsewhere(self.thread)
             capture.finish(whole=right and not capture.broken and capture.joined())
 
     def do_break(self) -> None:
@@ -758,7 +768,9 @@ class Player:
             hold.release()
         for capture in self.captures:
             if capture.real.id is not None:
-                capture.real.abandon()
+                # On the thread that began it, whoever that was.
+                abandon = capture.real.abandon
+                abandon() if capture.thread == 0 else self.worker.submit(abandon).result(TIMEOUT)
 
     def finish(self) -> None:
         """Ends what goes on, waits for all, and checks what is left."""
