@@ -333,8 +333,13 @@ impl System {
         let end = Arc::new(Place::default());
         let before = state.last.replace(Arc::clone(&end));
         let start = Arc::new(Place::default());
-        let begin =
-            Op { work: Work::Mark, after: before.into_iter().collect(), place: Some(Arc::clone(&start)), _kept: None };
+        let begin = Op {
+            work: Work::Mark,
+            after: before.into_iter().collect(),
+            place: Some(Arc::clone(&start)),
+            more: false,
+            _kept: None,
+        };
         self.push(stream, begin)?;
         // The last step of each branch; the first branch is the launching stream itself.
         let mut tails: Vec<(u64, Option<usize>)> = vec![(stream, None)];
@@ -370,10 +375,13 @@ impl System {
             let last = works.len() - 1;
             for (number, work) in works.into_iter().enumerate() {
                 let place = (number == last).then(|| Arc::clone(&place));
-                self.push(tails[branch].0, Op { work, after: std::mem::take(&mut after), place, _kept: None })?;
+                self.push(
+                    tails[branch].0,
+                    Op { work, after: std::mem::take(&mut after), place, more: false, _kept: None },
+                )?;
             }
         }
-        self.push(stream, Op { work: Work::Mark, after: places, place: Some(end), _kept: Some(kept) })?;
+        self.push(stream, Op { work: Work::Mark, after: places, place: Some(end), more: false, _kept: Some(kept) })?;
         for &(branch, _) in &tails[1..] {
             self.retire(branch);
         }

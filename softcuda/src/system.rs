@@ -49,7 +49,7 @@ pub(crate) const CAPTURED_EVENT: u32 = 907;
 pub(crate) const CAPTURE_WRONG_THREAD: u32 = 908;
 pub(crate) const GRAPH_EXEC_UPDATE_FAILURE: u32 = 910;
 
-/// Pending device operations after which a stream's enqueuer blocks (measured on the real driver).
+/// Pending submissions of device work after which a stream's enqueuer blocks; a batch is one (measured on the real driver).
 const QUEUE_DEPTH: usize = 1021;
 
 /// A function of the host that the device calls.
@@ -116,8 +116,15 @@ pub(crate) enum Work {
     },
 }
 
+impl Op {
+    /// Whether it takes a place in the bounded queue of device work: of a batch, the last does.
+    fn takes_a_place(&self) -> bool {
+        self.work.is_device_work() && !self.more
+    }
+}
+
 impl Work {
-    /// Whether it takes a place in the bounded queue of device work.
+    /// Whether it is bound for the bounded queue of device work.
     fn is_device_work(&self) -> bool {
         !matches!(self, Work::Host { .. } | Work::Mark)
     }
@@ -140,6 +147,8 @@ pub(crate) struct Op {
     pub(crate) work: Work,
     pub(crate) after: Vec<Arc<Place>>,
     pub(crate) place: Option<Arc<Place>>,
+    /// The next operation belongs to the same submission.
+    pub(crate) more: bool,
     /// What has to live until the operation is done: the last of a graph's launch keeps what the graph keeps.
     pub(crate) _kept: Option<Arc<Kept>>,
 }
@@ -454,7 +463,7 @@ impl System {
         let Some(state) = self.streams.get_mut(&stream) else { return };
         let Some(op) = state.queue.pop_front() else { return };
         state.completed += 1;
-        state.device_pending -= usize::from(op.work.is_device_work());
+        state.device_pending -= usize::from(op.takes_a_place());
         state.progress = Progress::Resting;
         if state.destroyed && state.queue.is_empty() {
             self.forget(stream);
@@ -556,25 +565,34 @@ pub(crate) fn submit(stream: u64, works: Vec<Work>) -> Answer {
         system.streams.get(&stream).ok_or(INVALID_HANDLE)?.context
     };
     let _submission = submission(context);
-    works.into_iter().try_for_each(|work| append(stream, context, work, Vec::new(), None))
+    let last = works.len().saturating_sub(1);
+    let mut numbered = works.into_iter().enumerate();
+    numbered.try_for_each(|(index, work)| append(stream, context, work, Vec::new(), None, index != last))
 }
 
 /// Marks a place in a stream that does not capture: it is reached when what the stream has now, and `after`, is done.
 pub(crate) fn mark(stream: u64, after: Vec<Arc<Place>>, place: Option<Arc<Place>>) -> Answer {
     let context = lock().streams.get(&stream).ok_or(INVALID_HANDLE)?.context;
     let _submission = submission(context);
-    append(stream, context, Work::Mark, after, place)
+    append(stream, context, Work::Mark, after, place, false)
 }
 
 /// As [`submit`], for one operation of a stream that does not capture; `place` is reached when it is done.
 pub(crate) fn submit_uncaptured(stream: u64, work: Work, place: Option<Arc<Place>>) -> Answer {
     let context = lock().streams.get(&stream).ok_or(INVALID_HANDLE)?.context;
     let _submission = submission(context);
-    append(stream, context, work, Vec::new(), place)
+    append(stream, context, work, Vec::new(), place, false)
 }
 
 /// The caller holds the submission lock of `context`.
-fn append(stream: u64, context: usize, work: Work, after: Vec<Arc<Place>>, place: Option<Arc<Place>>) -> Answer {
+fn append(
+    stream: u64,
+    context: usize,
+    work: Work,
+    after: Vec<Arc<Place>>,
+    place: Option<Arc<Place>>,
+    more: bool,
+) -> Answer {
     let mut system = lock();
     system.sound(context)?;
     if work.is_device_work() {
@@ -585,7 +603,7 @@ fn append(stream: u64, context: usize, work: Work, after: Vec<Arc<Place>>, place
         system.host_waits -= 1;
         system.sound(context)?;
     }
-    system.push(stream, Op { work, after, place, _kept: None })
+    system.push(stream, Op { work, after, place, more, _kept: None })
 }
 
 impl System {
@@ -595,7 +613,7 @@ impl System {
         op.after.retain(|place| !place.is_done());
         let state = self.streams.get_mut(&stream).ok_or(INVALID_HANDLE)?;
         state.submitted += 1;
-        state.device_pending += usize::from(op.work.is_device_work());
+        state.device_pending += usize::from(op.takes_a_place());
         state.queue.push_back(op);
         // A host call on a stream that rests goes to the callback thread without the engine.
         if state.queue.len() == 1 && state.progress == Progress::Resting {
