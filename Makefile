@@ -14,15 +14,17 @@ SOURCES := Cargo.toml $(wildcard Cargo.lock) pyproject.toml README.md \
 # One interpreter for every build of the extension, so that they share what Cargo has built.
 export PYO3_PYTHON := $(abspath $(BIN)/python)
 
-.PHONY: help demo test test-rust test-python bench lint wheel clean
+.PHONY: help demo test test-rust test-python bench bench-core bench-instructions bench-baseline lint wheel clean
 
 help:
-	@echo "make demo [FILE=...]  stream a file through a device and back, with checksums in callbacks"
-	@echo "make test             the tests of the core, of the software driver and of the Python package"
-	@echo "make bench            rstream beside its peers, on the default device"
-	@echo "make lint             rustfmt, clippy, rustdoc, ruff, mypy, stubtest"
-	@echo "make wheel            the wheel, in $(DIST)/"
-	@echo "make clean            remove all that was built"
+	@echo "make demo [FILE=...]       stream a file through a device and back, with checksums in callbacks"
+	@echo "make test                  the tests of the core, of the software driver and of the Python package"
+	@echo "make bench                 rstream beside its peers, on the default device"
+	@echo "make bench-core            times of the core on the software device"
+	@echo "make bench-instructions    instructions of the core against the baseline (needs valgrind); bench-baseline renews it"
+	@echo "make lint                  rustfmt, clippy, rustdoc, ruff, mypy, stubtest"
+	@echo "make wheel                 the wheel, in $(DIST)/"
+	@echo "make clean                 remove all that was built"
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m rstream demo $(if $(FILE),"$(FILE)")
@@ -39,7 +41,18 @@ test-python: $(VENV)/.installed
 	RSTREAM_SIGNAL=memory $(BIN)/pytest
 
 bench: $(VENV)/.installed
-	$(BIN)/python benches/compare.py
+	$(CARGO) build --release --no-default-features --example pipeline
+	$(BIN)/python benches/compare.py --pipeline $${CARGO_TARGET_DIR:-target}/release/examples/pipeline
+
+bench-core:
+	$(CARGO) bench --no-default-features --bench core
+
+# Fails when an enqueue, a dispatch or an idle call takes more instructions or allocations than benches/instructions.json has.
+bench-instructions:
+	CARGO="$(CARGO)" $(PYTHON) benches/instructions.py
+
+bench-baseline:
+	CARGO="$(CARGO)" $(PYTHON) benches/instructions.py --baseline
 
 lint: $(VENV)/.installed
 	$(CARGO) fmt --all --check

@@ -12,6 +12,7 @@
 
 use std::any::TypeId;
 use std::ffi::c_void;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -21,9 +22,9 @@ use crate::api::{Api, callback_scope};
 use crate::completion::{Outcome, Promise, shield};
 use crate::device::Device;
 use crate::error::{Error, Result, Status};
-use crate::executor::CONTINUATIONS;
-use crate::lane::{Due, Lane};
-use crate::stream::RawStream;
+use crate::executor::{CONTINUATIONS, Follow, Job};
+use crate::lane::{Again, Code, Due, Lane, Once};
+use crate::stream::{RawStream, Stream};
 
 /// What is to be done when a stream reaches a point. Consumed by value, so it cannot be done twice.
 pub(crate) trait HostCode: Send + 'static {
@@ -44,13 +45,16 @@ pub(crate) trait HostCode: Send + 'static {
     fn reached(self, status: Status, ticket: Ticket);
 }
 
-/// How many pieces of host code of a stream are not resolved yet.
+/// How many pieces of host code a stream was offered, and how many are not resolved yet.
 #[derive(Default)]
-pub(crate) struct Pending(AtomicUsize);
+pub(crate) struct Pending {
+    count: AtomicUsize,
+    offered: Arc<AtomicU64>,
+}
 
 impl Pending {
     pub(crate) fn count(&self) -> usize {
-        self.0.load(Ordering::Acquire)
+        self.count.load(Ordering::Acquire)
     }
 }
 
@@ -87,30 +91,44 @@ pub fn stats() -> Stats {
 /// Counts one piece of host code as pending from its enqueue until it is resolved, and how it ended.
 pub(crate) struct Ticket {
     pending: Arc<Pending>,
+    /// Its number among those that the stream was offered.
+    number: u64,
 }
 
 impl Ticket {
     fn new(pending: &Arc<Pending>) -> Ticket {
-        pending.0.fetch_add(1, Ordering::AcqRel);
-        Ticket { pending: Arc::clone(pending) }
+        pending.count.fetch_add(1, Ordering::AcqRel);
+        let number = pending.offered.fetch_add(1, Ordering::Relaxed) + 1;
+        Ticket { pending: Arc::clone(pending), number }
+    }
+
+    fn follow(&self) -> Follow {
+        Follow { number: self.number, offered: Arc::clone(&self.pending.offered) }
     }
 
     /// Records how it ended. Called before the result can be seen, so that whoever sees it sees the counts.
     fn ended(self, outcome: Outcome) {
-        match outcome {
-            Outcome::Ran => &RUN,
-            Outcome::Failed => &FAILED,
-            Outcome::Cancelled => &CANCELLED,
-        }
-        .fetch_add(1, Ordering::Relaxed);
+        count(outcome);
     }
+}
+
+fn count(outcome: Outcome) {
+    match outcome {
+        Outcome::Ran => &RUN,
+        Outcome::Failed => &FAILED,
+        Outcome::Cancelled => &CANCELLED,
+    }
+    .fetch_add(1, Ordering::Relaxed);
 }
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        self.pending.0.fetch_sub(1, Ordering::AcqRel);
+        self.pending.count.fetch_sub(1, Ordering::AcqRel);
     }
 }
+
+/// [`HostCode::ACT`] and [`HostCode::REMEDY`] of callbacks.
+const CALLBACK: (&str, &str) = ("take a callback", "Capture a host function, which runs once for each launch");
 
 /// A callback: gets the status, also a bad one.
 pub(crate) struct Callback<F, T> {
@@ -124,8 +142,8 @@ where
     T: Send + 'static,
 {
     const ORDERED: bool = true;
-    const ACT: &'static str = "take a callback";
-    const REMEDY: &'static str = "Capture a host function, which runs once for each launch";
+    const ACT: &'static str = CALLBACK.0;
+    const REMEDY: &'static str = CALLBACK.1;
 
     fn enters_python() -> bool {
         is_pythons(TypeId::of::<T>())
@@ -151,7 +169,7 @@ where
 {
     const ORDERED: bool = true;
     const ACT: &'static str = "take a function that runs once";
-    const REMEDY: &'static str = "Capture a host function, which runs once for each launch";
+    const REMEDY: &'static str = CALLBACK.1;
 
     fn enters_python() -> bool {
         is_pythons(TypeId::of::<T>())
@@ -183,21 +201,28 @@ where
     T: Send + 'static,
 {
     const ORDERED: bool = false;
+
+    fn enters_python() -> bool {
+        is_pythons(TypeId::of::<T>())
+    }
+
     const ACT: &'static str = "take a continuation";
     const REMEDY: &'static str = "Queue it behind a launch of the graph";
 
     fn reached(self, status: Status, ticket: Ticket) {
         let Continuation { f, promise, strand } = self;
         promise.reached(status);
+        let follow = ticket.follow();
         // The closure is dropped on the worker as well: what it owns may want to block.
-        CONTINUATIONS.submit(strand, move || {
+        let run = move || {
             if !status.ok() {
                 drop(f);
                 return fail(promise, ticket, Error::Fault { status });
             }
             let run = move || Api::attach(f).expect("a worker runs no callbacks");
             promise.run(run, |outcome| ticket.ended(outcome));
-        });
+        };
+        CONTINUATIONS.submit(strand, Job::of_stream(Self::enters_python(), follow, run));
     }
 }
 
@@ -232,7 +257,7 @@ pub(crate) struct Packet<C> {
     ticket: Ticket,
 }
 
-impl<C: HostCode> Due for Packet<C> {
+impl<C: HostCode> Once for Packet<C> {
     fn reached(self: Box<Self>, status: Status) {
         let Packet { code, ticket } = *self;
         code.reached(status, ticket);
@@ -257,15 +282,21 @@ pub(crate) fn enqueue_on_lane<C: HostCode>(
     code: C,
 ) -> Result<(), (Error, C)> {
     let packet = Box::new(Packet { code, ticket: Ticket::new(pending) });
-    match lane.enqueue(stream, packet) {
+    let due = Due { code: Code::Once(packet), ordered: C::ORDERED, python: C::enters_python() };
+    let (error, due) = match lane.enqueue(stream, due) {
         Ok(()) => {
             ACCEPTED.fetch_add(1, Ordering::Relaxed);
-            Ok(())
+            return Ok(());
         }
-        Err((Some(error), packet)) => Err((error, packet.code)),
+        Err(refused) => refused,
+    };
+    let Code::Once(packet) = due.code else { unreachable!("what was passed comes back") };
+    // SAFETY: what was passed comes back, and that is a packet of this type.
+    let Packet { code, ticket } = *unsafe { Box::from_raw(Box::into_raw(packet).cast::<Packet<C>>()) };
+    match error {
+        Some(error) => Err((error, code)),
         // The stream must not wait on memory now: the driver's callback does it, behind what is due in the lane.
-        Err((None, packet)) => {
-            let Packet { code, ticket } = *packet;
+        None => {
             let behind = Behind { lane: Arc::clone(lane), last: lane.last_number(), code };
             enqueue_ticket(device, stream.handle(), ticket, behind).map_err(|(error, behind)| (error, behind.code))
         }
@@ -331,4 +362,149 @@ unsafe extern "C" fn trampoline<C: HostCode>(_stream: CUstream, status: u32, dat
     // Host code's own panics were caught and became its result; one that comes this far is from a destructor. It must
     // not unwind into the driver, and the panic hook has told of it.
     shield(|| callback_scope(|| code.reached(Status::new(status), ticket)));
+}
+
+/// What a [`ReusableCallback`] and its queued runs share.
+pub(crate) struct Reusable {
+    f: Box<dyn Fn(Status) + Send + Sync>,
+    pending: Arc<Pending>,
+    runs: AtomicU64,
+    panics: AtomicU64,
+}
+
+impl Reusable {
+    fn run(&self, status: Status) -> Outcome {
+        let (own, outcome) = match catch_unwind(AssertUnwindSafe(|| (self.f)(status))) {
+            Ok(()) => (&self.runs, Outcome::Ran),
+            Err(payload) => {
+                // The panic hook has told of it. Its drop could panic again.
+                std::mem::forget(payload);
+                (&self.panics, Outcome::Failed)
+            }
+        };
+        own.fetch_add(1, Ordering::Release);
+        outcome
+    }
+}
+
+impl Again for Reusable {
+    fn reached(&self, status: Status) {
+        count(self.run(status));
+        self.pending.count.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// One run of a [`ReusableCallback`], where it goes the way of other host code.
+struct OneRun(Arc<Reusable>);
+
+impl HostCode for OneRun {
+    const ORDERED: bool = true;
+    const ACT: &'static str = CALLBACK.0;
+    const REMEDY: &'static str = CALLBACK.1;
+
+    fn reached(self, status: Status, ticket: Ticket) {
+        ticket.ended(self.0.run(status));
+    }
+}
+
+/// A callback that is made once and queued any number of times, each time without an allocation
+/// ([`Stream::reusable_callback`]).
+///
+/// Its closure is dropped with the last of this and of what is queued. A cheap, shared handle.
+#[derive(Clone)]
+pub struct ReusableCallback {
+    stream: Stream,
+    shared: Arc<Reusable>,
+}
+
+impl ReusableCallback {
+    pub(crate) fn new(stream: Stream, pending: Arc<Pending>, f: Box<dyn Fn(Status) + Send + Sync>) -> ReusableCallback {
+        let (runs, panics) = (AtomicU64::new(0), AtomicU64::new(0));
+        let shared = Reusable { f, pending, runs, panics };
+        ReusableCallback { stream, shared: Arc::new(shared) }
+    }
+
+    /// Queues one run: as [`Stream::add_callback`], with no result.
+    ///
+    /// # Errors
+    /// What the driver answers; as [`Stream::add_callback`].
+    pub fn enqueue(&self, api: &Api<'_>) -> Result<()> {
+        let lane = self.stream.lane(api)?;
+        let ready = self.stream.ready(api, CALLBACK.0, CALLBACK.1)?;
+        let (device, shared) = (self.stream.device(), &self.shared);
+        // Given up again when it is refused.
+        shared.pending.count.fetch_add(1, Ordering::AcqRel);
+        let queued = match lane {
+            Some(lane) => {
+                let due = Due { code: Code::Again(Arc::clone(shared) as _), ordered: true, python: false };
+                lane.enqueue(ready.raw(), due).map_err(|(error, _)| error)
+            }
+            None => queue_again(device, ready.handle(), shared).map_err(Some),
+        };
+        let Err(error) = queued else {
+            ACCEPTED.fetch_add(1, Ordering::Relaxed);
+            return Ok(());
+        };
+        shared.pending.count.fetch_sub(1, Ordering::AcqRel);
+        match (error, lane) {
+            // As in `enqueue_on_lane`.
+            (None, Some(lane)) => {
+                let code = OneRun(Arc::clone(shared));
+                let behind = Behind { lane: Arc::clone(lane), last: lane.last_number(), code };
+                let ticket = Ticket::new(&shared.pending);
+                enqueue_ticket(device, ready.handle(), ticket, behind).map_err(|(error, _)| error)
+            }
+            (error, _) => Err(error.expect("without a lane there is one")),
+        }
+    }
+
+    /// How many runs have ended well.
+    #[must_use]
+    pub fn runs(&self) -> u64 {
+        self.shared.runs.load(Ordering::Acquire)
+    }
+
+    /// How many runs have panicked.
+    #[must_use]
+    pub fn panics(&self) -> u64 {
+        self.shared.panics.load(Ordering::Acquire)
+    }
+}
+
+impl std::fmt::Debug for ReusableCallback {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ReusableCallback")
+            .field("stream", &self.stream)
+            .field("runs", &self.runs())
+            .field("panics", &self.panics())
+            .finish()
+    }
+}
+
+/// Queues a run by the driver's callback, without an allocation.
+fn queue_again(device: Device, stream: CUstream, shared: &Arc<Reusable>) -> Result<()> {
+    let data = Arc::into_raw(Arc::clone(shared));
+    // SAFETY: the stream is alive (the caller's promise). `run_again` expects a counted pointer to a `Reusable`, which this
+    // is, and the driver calls it exactly once if it accepts, as in `enqueue_ticket`.
+    let accepted = unsafe {
+        let data = data.cast_mut().cast::<c_void>();
+        device.driver().cuStreamAddCallback(stream, Some(run_again), data, 0)
+    };
+    if accepted.is_err() {
+        // SAFETY: the driver refused, so the pointer is still counted here.
+        drop(unsafe { Arc::from_raw(data) });
+    }
+    accepted
+}
+
+/// As [`trampoline`], for one run of a [`ReusableCallback`].
+unsafe extern "C" fn run_again(_stream: CUstream, status: u32, data: *mut c_void) {
+    // SAFETY: `data` is the counted pointer of `queue_again`, and the driver calls once for it.
+    let shared = unsafe { Arc::from_raw(data.cast::<Reusable>()) };
+    shield(|| {
+        callback_scope(|| {
+            shared.reached(Status::new(status));
+            drop(shared);
+        });
+    });
 }

@@ -249,7 +249,7 @@ impl RawCapture {
                 }
             })?),
         };
-        let raw = ready.raw();
+        let raw = Arc::clone(ready.raw());
         let thread = thread::current().id();
         // SAFETY: as above.
         let begun = unsafe { state(driver, handle) };

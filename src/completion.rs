@@ -4,6 +4,7 @@ use std::any::Any;
 use std::future::Future;
 use std::panic::{self, AssertUnwindSafe};
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
@@ -47,10 +48,14 @@ struct State<T> {
     hooks: Vec<(HookId, Hook)>,
     next_hook: u64,
     waker: Option<Waker>,
+    /// How many threads wait: without one, to wake them would be a system call for nothing.
+    waiting: usize,
 }
 
 struct Shared<T> {
     state: Mutex<State<T>>,
+    /// As the state says, for those who look often.
+    resolved: AtomicBool,
     done: Condvar,
 }
 
@@ -83,7 +88,15 @@ pub(crate) struct Promise<T> {
 
 pub(crate) fn channel<T>() -> (Promise<T>, Completion<T>) {
     let shared = Arc::new(Shared {
-        state: Mutex::new(State { phase: Phase::Pending, status: None, hooks: Vec::new(), next_hook: 0, waker: None }),
+        state: Mutex::new(State {
+            phase: Phase::Pending,
+            status: None,
+            hooks: Vec::new(),
+            next_hook: 0,
+            waker: None,
+            waiting: 0,
+        }),
+        resolved: AtomicBool::new(false),
         done: Condvar::new(),
     });
     (Promise { shared: Arc::clone(&shared) }, Completion { shared })
@@ -93,7 +106,7 @@ impl<T> Completion<T> {
     /// Whether it is resolved. Never blocks and never calls the driver.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        self.shared.lock().is_done()
+        self.shared.resolved.load(Ordering::Acquire)
     }
 
     /// The status that the driver gave at this point of the stream; `None` until then, and after a cancellation.
@@ -161,8 +174,10 @@ impl<T> Completion<T> {
                 Some(timeout) => INTERRUPT_CHECK.min(timeout - elapsed),
                 None => INTERRUPT_CHECK,
             };
+            state.waiting += 1;
             let (guard, waited) = self.shared.done.wait_timeout(state, slice).unwrap_or_else(PoisonError::into_inner);
             state = guard;
+            state.waiting -= 1;
             if state.is_done() {
                 return Ok(());
             }
@@ -248,9 +263,12 @@ impl<T> Shared<T> {
             return false;
         }
         state.phase = Phase::Done(result);
+        self.resolved.store(true, Ordering::Release);
         let hooks = std::mem::take(&mut state.hooks);
         let waker = state.waker.take();
-        self.done.notify_all();
+        if state.waiting > 0 {
+            self.done.notify_all();
+        }
         drop(state);
         // A hook's panic must not keep the others from being told, nor reach the driver.
         let shielded = |tell: Hook| shield(tell);
@@ -328,7 +346,7 @@ impl<T> Drop for Promise<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::atomic::AtomicU32;
 
     #[test]
     fn hooks_run_once_each_before_and_after_the_result() {

@@ -26,6 +26,8 @@ struct Inner {
     name: String,
     compute_capability: (i32, i32),
     priority_range: (i32, i32),
+    /// Streams can signal by memory.
+    memory_signal: bool,
     /// Events without timing that nobody uses at the moment.
     events: Mutex<Vec<RawEvent>>,
 }
@@ -271,10 +273,8 @@ impl Device {
     }
 
     /// Whether streams can signal by memory, and the promises for managed memory in callbacks hold then too.
-    pub(crate) fn has_memory_signal(self) -> Result<bool> {
-        let operations = Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS as u32;
-        let concurrent = Attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS as u32;
-        Ok(self.0.attribute(operations)? != 0 && self.0.attribute(concurrent)? != 0)
+    pub(crate) fn has_memory_signal(self) -> bool {
+        self.0.memory_signal
     }
 
     /// Free and total memory in bytes (`cuMemGetInfo`).
@@ -352,6 +352,7 @@ impl Inner {
             name: String::new(),
             compute_capability: (0, 0),
             priority_range: (0, 0),
+            memory_signal: false,
             events: Mutex::new(Vec::new()),
         };
         let mut name = [0_u8; 256];
@@ -366,6 +367,9 @@ impl Inner {
             inner.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as u32)?,
             inner.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as u32)?,
         );
+        inner.memory_signal = inner.attribute(Attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS as u32)?
+            != 0
+            && inner.attribute(Attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS as u32)? != 0;
         let before = current(driver)?;
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: the context was just retained; two ints are written; the context before is made current again.

@@ -93,13 +93,20 @@ pub(crate) enum Outlook {
     Lost,
 }
 
+impl RawEvent {
+    fn destroy(&self) -> impl FnMut() -> bool + Send + 'static {
+        let (device, handle) = (self.device, self.handle as usize);
+        move || {
+            // SAFETY: called once, by its owner. A failure means that the context is gone, and the event with it.
+            drop(unsafe { device.driver().cuEventDestroy_v2(handle as CUevent) });
+            true
+        }
+    }
+}
+
 impl Drop for RawEvent {
     fn drop(&mut self) {
-        let (device, handle) = (self.device, self.handle as usize);
-        reaper::release(device, move || {
-            // SAFETY: this was the owner. A failure means that the context is gone, and the event with it.
-            drop(unsafe { device.driver().cuEventDestroy_v2(handle as CUevent) });
-        });
+        reaper::release_when(self.device, self.destroy());
     }
 }
 
@@ -220,9 +227,16 @@ impl Event {
         self.raw().is_err()
     }
 
-    /// Gives the event up. Returns at once; waits that are queued for it are not affected.
+    /// Gives the event up (`cuEventDestroy`; on the background thread inside a callback, and while something uses it or
+    /// gives work to a stream).
+    /// Waits that are queued for it are not affected. A second close does nothing.
     pub fn close(&self) {
-        self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let raw = self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(raw) = raw.and_then(Arc::into_inner) {
+            reaper::release_here(self.inner.device, raw.destroy());
+            // Destroyed, or about to be.
+            std::mem::forget(raw);
+        }
     }
 
     /// Whether it was reached, or was never recorded (`cuEventQuery`).

@@ -12,12 +12,12 @@ use std::time::Instant;
 use cudarc::driver::sys::{CUstreamBatchMemOpParams, CUstreamWaitValue_flags};
 
 use crate::api::{Api, callback_scope};
-use crate::callback::{HostCode, Packet};
 use crate::capture::{self, CaptureStatus};
 use crate::completion::shield;
 use crate::device::Device;
 use crate::driver::is_forked_child;
 use crate::error::{Error, Result, Status};
+use crate::executor;
 use crate::gate::Gate;
 use crate::memory::Buffer;
 use crate::poller;
@@ -35,22 +35,37 @@ fn most_waiting() -> usize {
 }
 
 /// How many pieces of host code a lane queues. Beyond that the driver's callback is used: its queue has room for hundreds of
-/// thousands, while operations on memory are device work, and who queues more than about a thousand of those blocks
-/// (measured).
-const DEEPEST: usize = 256;
+/// thousands, while operations on memory are device work, and who queues more than 1,020 pieces of that on one stream
+/// blocks (measured). With a kernel before each, 510 fit in.
+const DEEPEST: usize = 500;
 
-/// What a lane does when it is due.
-pub(crate) trait Due: Send {
+/// Host code that runs once, as a lane carries it.
+pub(crate) trait Once: Send {
     fn reached(self: Box<Self>, status: Status);
+}
+
+/// Host code that may be queued many times.
+pub(crate) trait Again: Send + Sync {
+    fn reached(&self, status: Status);
+}
+
+pub(crate) enum Code {
+    Once(Box<dyn Once>),
+    Again(Arc<dyn Again>),
+}
+
+/// What a lane runs when it is due.
+pub(crate) struct Due {
+    pub(crate) code: Code,
+    /// The stream waits for it.
+    pub(crate) ordered: bool,
+    /// It enters the interpreter, so that several of them are run under one entry.
+    pub(crate) python: bool,
 }
 
 struct Item {
     number: u64,
-    code: Box<dyn Due>,
-    /// The stream waits for it.
-    ordered: bool,
-    /// It enters the interpreter, so that several of them are run under one entry.
-    python: bool,
+    due: Due,
 }
 
 /// Two words in pinned memory, on cache lines of their own.
@@ -220,7 +235,9 @@ impl Lane {
             return Ok(other);
         }
         let all = lanes.get_or_insert_default();
-        all.retain(|_, lane| lane.strong_count() > 0);
+        if all.len() >= 64 && all.len().is_power_of_two() {
+            all.retain(|_, lane| lane.strong_count() > 0);
+        }
         all.insert(strand, Arc::downgrade(&lane));
         Ok(lane)
     }
@@ -235,70 +252,60 @@ impl Lane {
         self.front.store(queue.items.front().map_or(u64::MAX, |item| item.number), Ordering::Release);
     }
 
-    /// Queues `packet` at the end of the stream (`cuStreamBatchMemOp`). Gives it back when the driver refuses, and, with
-    /// no error, when too many streams wait on memory already or too much is queued.
+    /// Queues `due` at the end of the stream (`cuStreamBatchMemOp`). Gives it back when the driver refuses, and, with no
+    /// error, when too many streams wait on memory already or too much is queued.
     ///
     /// The context of the device is current, and the stream alive and not capturing.
-    pub(crate) fn enqueue<C: HostCode>(
+    pub(crate) fn enqueue(
         self: &Arc<Self>,
         stream: &Arc<RawStream>,
-        packet: Box<Packet<C>>,
-    ) -> Result<(), (Option<Error>, Box<Packet<C>>)> {
+        due: Due,
+    ) -> std::result::Result<(), (Option<Error>, Due)> {
         if !poller::is_started() {
-            return Err((None, packet));
+            return Err((None, due));
         }
+        let ordered = due.ordered;
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let number = *last + 1;
-        {
+        let watched = {
             let mut queue = self.queue();
             if queue.items.len() >= DEEPEST {
-                return Err((None, packet));
+                return Err((None, due));
             }
-            if C::ORDERED && queue.ordered == 0 {
+            if ordered && queue.ordered == 0 {
                 let took = self.waiting.fetch_update(Ordering::AcqRel, Ordering::Relaxed, |count| {
                     (count < most_waiting()).then_some(count + 1)
                 });
                 if took.is_err() {
-                    return Err((None, packet));
+                    return Err((None, due));
                 }
             }
-            queue.ordered += usize::from(C::ORDERED);
-            queue.items.push_back(Item { number, code: packet, ordered: C::ORDERED, python: C::enters_python() });
+            queue.ordered += usize::from(ordered);
+            queue.items.push_back(Item { number, due });
             self.front_changed(&queue);
             if queue.stream.is_none() {
                 queue.stream = Some(Arc::clone(stream));
             }
+            std::mem::replace(&mut queue.watched, true)
+        };
+        if !watched {
+            // Before the signal, so that a thread that has to wake up does so meanwhile.
+            *self.asked.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+            poller::watch(Arc::clone(self));
         }
         // Given out for good: the driver may answer with the error of earlier work though it has taken this.
         *last = number;
-        match self.signal(stream, number, C::ORDERED) {
-            Ok(()) => {
-                let mut queue = self.queue();
-                let watched = std::mem::replace(&mut queue.watched, true);
-                drop(queue);
-                if !watched {
-                    *self.asked.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
-                    poller::watch(Arc::clone(self));
-                }
-                Ok(())
-            }
-            Err(error) => {
-                let mut queue = self.queue();
-                if queue.items.back().is_none_or(|item| item.number != number) {
-                    // It was told of a fault meanwhile, with all that was queued: it has had its end.
-                    return Ok(());
-                }
-                let item = queue.items.pop_back().expect("just seen");
-                self.front_changed(&queue);
-                self.no_longer_ordered(&mut queue, item.ordered);
-                let idle = if queue.items.is_empty() && !queue.watched { queue.stream.take() } else { None };
-                drop(queue);
-                drop(idle);
-                // SAFETY: the item is the one that was pushed above, since `last` is locked: its code is this packet.
-                let packet = unsafe { Box::from_raw(Box::into_raw(item.code).cast::<Packet<C>>()) };
-                Err((Some(error), packet))
-            }
+        let Err(error) = self.signal(stream, number, ordered) else { return Ok(()) };
+        let mut queue = self.queue();
+        if queue.items.back().is_none_or(|item| item.number != number) {
+            // It was told of a fault meanwhile, with all that was queued: it has had its end.
+            return Ok(());
         }
+        let item = queue.items.pop_back().expect("just seen");
+        self.front_changed(&queue);
+        self.no_longer_ordered(&mut queue, ordered);
+        // The one that was pushed above, since `last` is locked.
+        Err((Some(error), item.due))
     }
 
     /// The stream does not wait for one item any more, if it did.
@@ -368,13 +375,13 @@ impl Lane {
         let mut ran = false;
         while let Some(item) = self.take_due(|_| true) {
             ran = true;
-            if item.python {
+            if item.due.python {
                 let mut next = Some(item);
                 self.in_python.store(true, Ordering::Release);
-                poller::batch(&mut || {
+                executor::batch(&mut || {
                     while let Some(item) = next.take() {
                         self.run(item, Status::SUCCESS);
-                        next = self.take_due(|item| item.python);
+                        next = self.take_due(|item| item.due.python);
                     }
                 });
                 self.in_python.store(false, Ordering::Release);
@@ -401,8 +408,13 @@ impl Lane {
 
     /// Runs one item, which is off the queue, and lets the stream go on.
     fn run(&self, item: Item, status: Status) {
-        let Item { number, code, ordered, .. } = item;
-        shield(|| callback_scope(|| code.reached(status)));
+        let Item { number, due: Due { code, ordered, .. } } = item;
+        shield(|| {
+            callback_scope(|| match code {
+                Code::Once(code) => code.reached(status),
+                Code::Again(code) => code.reached(status),
+            });
+        });
         self.words.ack().fetch_max(number, Ordering::Release);
         self.no_longer_ordered(&mut self.queue(), ordered);
     }

@@ -30,7 +30,7 @@
 //! | [`api`] | the token, and which thread may call |
 //! | [`device`], [`stream`], [`event`], [`memory`] | the objects |
 //! | [`attributes`] | typed attributes of streams |
-//! | [`callback`] | the three kinds of host code |
+//! | [`callback`] | the three kinds of host code, and callbacks that are queued many times |
 //! | [`capture`], [`graph`] | streams captured into graphs, and graphs made by hand |
 //! | [`managed`] | managed memory attached to a stream |
 //! | [`green`] | streams on a part of a device |
@@ -73,6 +73,7 @@ struct Readme;
 
 pub use api::Api;
 pub use attributes::{AccessPolicyWindow, AccessProperty, MemSyncDomain, MemSyncDomainMap, SynchronizationPolicy};
+pub use callback::{ReusableCallback, Stats, stats};
 pub use capture::{Capture, CaptureInfo, CaptureMode, CaptureStatus};
 pub use completion::Completion;
 pub use device::Device;

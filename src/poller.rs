@@ -6,16 +6,16 @@
 //!
 //! | policy | the polling thread | latency | cost while something is queued |
 //! | --- | --- | --- | --- |
-//! | [`WaitPolicy::Adaptive`] | spins for 50 µs, then sleeps for an eighth of the time waited, at most 1 ms | lowest for quick work, at most an eighth of the wait | a core for 50 µs, then less and less |
+//! | [`WaitPolicy::Adaptive`] | spins for 50 µs, then sleeps for an eighth of the time waited, at most 2 ms | lowest for quick work, at most an eighth of the wait | a core for 50 µs, then less and less |
 //! | [`WaitPolicy::Spin`] | spins | lowest | a core |
-//! | [`WaitPolicy::Sleep`] | sleeps from the start | 50 µs to 1 ms | little |
+//! | [`WaitPolicy::Sleep`] | sleeps from the start | 50 µs to 2 ms | little |
 
-use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::executor;
 use crate::lane::Lane;
 
 /// How the polling thread waits while host code is queued.
@@ -51,7 +51,7 @@ pub fn wait_policy() -> WaitPolicy {
 const PATIENCE: Duration = Duration::from_micros(500);
 const SPIN: Duration = Duration::from_micros(50);
 const SHORTEST: Duration = Duration::from_micros(20);
-const LONGEST: Duration = Duration::from_millis(1);
+const LONGEST: Duration = Duration::from_millis(2);
 /// For so long after the last work the stand-by looks at the clock on its own.
 const HOT: Duration = Duration::from_millis(5);
 /// Callbacks that block keep a thread each; beyond these nobody takes over.
@@ -119,39 +119,8 @@ pub(crate) fn watch(lane: Arc<Lane>) {
 }
 
 fn start(watched: &mut Watched) {
-    let run = || {
-        POLLS.set(true);
-        stand_by();
-    };
-    if thread::Builder::new().name("rstream-poller".into()).spawn(run).is_ok() {
+    if executor::spawn("rstream-poller", stand_by).is_ok() {
         watched.threads += 1;
-    }
-}
-
-thread_local! {
-    static POLLS: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Whether this is a thread that runs what is due in lanes: no thread of the driver's.
-#[cfg(feature = "python")]
-pub(crate) fn is_poller() -> bool {
-    POLLS.get()
-}
-
-type Batch = fn(&mut dyn FnMut());
-static BATCH: OnceLock<Batch> = OnceLock::new();
-
-/// Says how to run several pieces of Python host code under one entry into the interpreter.
-#[cfg(feature = "python")]
-pub(crate) fn set_batch(batch: Batch) {
-    BATCH.get_or_init(|| batch);
-}
-
-/// Runs `all`, which runs several pieces of Python host code.
-pub(crate) fn batch(all: &mut dyn FnMut()) {
-    match BATCH.get() {
-        Some(batch) if POLLS.get() => batch(all),
-        _ => all(),
     }
 }
 
@@ -214,11 +183,7 @@ fn poll(turn: u64, mut lanes: Vec<Arc<Lane>>) {
             if !lane.is_due() {
                 continue;
             }
-            if !HOT_NOW.swap(true, Ordering::AcqRel) {
-                // It may have to look at the clock from now on.
-                drop(lock());
-                STAND_BY.notify_one();
-            }
+            have_stood_by();
             let Some(due) = away(|| lane.run_due()) else { return };
             ran |= due;
         }
@@ -238,8 +203,12 @@ fn poll(turn: u64, mut lanes: Vec<Arc<Lane>>) {
             HOT_NOW.store(false, Ordering::Release);
         }
         for lane in &lanes {
-            if lane.is_to_be_asked(now) && away(|| lane.look_after()).is_none() {
-                return;
+            if lane.is_to_be_asked(now) {
+                // The driver may block here, as when somebody enqueues more than there is room for.
+                have_stood_by();
+                if away(|| lane.look_after()).is_none() {
+                    return;
+                }
             }
         }
         spins = spins.wrapping_add(1);
@@ -273,6 +242,14 @@ fn poll(turn: u64, mut lanes: Vec<Arc<Lane>>) {
             guard = ARRIVED.wait_timeout(guard, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
         guard.get_or_insert_default().parked = false;
+    }
+}
+
+/// Has the stand-by look at the clock from now on.
+fn have_stood_by() {
+    if !HOT_NOW.load(Ordering::Acquire) && !HOT_NOW.swap(true, Ordering::AcqRel) {
+        drop(lock());
+        STAND_BY.notify_one();
     }
 }
 

@@ -10,10 +10,12 @@
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
 use std::ptr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use crate::api::Api;
 use crate::capture::{CaptureMode, exchange_mode};
 use crate::completion::shield;
 use crate::device::Device;
@@ -79,6 +81,40 @@ pub(crate) fn release(device: Device, release: impl FnOnce() + Send + 'static) {
 /// As [`release`], for what may not be possible at the moment: tried again while `release` answers false.
 pub(crate) fn release_when(device: Device, release: impl FnMut() -> bool + Send + 'static) {
     post(|inbox| inbox.releases.push((device, Box::new(release))));
+}
+
+/// As [`release_when`], but here and now if this thread may call the driver without being blocked, and `release` says that
+/// it is done.
+pub(crate) fn release_here(device: Device, mut release: impl FnMut() -> bool + Send + 'static) {
+    let done = Api::attach(|_| {
+        let _relaxed = Relaxed::enter(device.driver());
+        Enqueuing::nobody_is() && device.with_context(&mut release)
+    });
+    if !done.unwrap_or(false) {
+        release_when(device, release);
+    }
+}
+
+/// Somebody gives work to a stream. With a full queue that blocks, and other threads' calls on the device with it (measured).
+pub(crate) struct Enqueuing(());
+
+static ENQUEUING: AtomicUsize = AtomicUsize::new(0);
+
+impl Enqueuing {
+    pub(crate) fn enter() -> Enqueuing {
+        ENQUEUING.fetch_add(1, Ordering::Relaxed);
+        Enqueuing(())
+    }
+
+    fn nobody_is() -> bool {
+        ENQUEUING.load(Ordering::Relaxed) == 0
+    }
+}
+
+impl Drop for Enqueuing {
+    fn drop(&mut self) {
+        ENQUEUING.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// Keeps `payload` until `event`, recorded on the stream with the id `stream`, is reached.

@@ -5,14 +5,14 @@ use std::ffi::{c_int, c_uint};
 use std::hash::{Hash, Hasher};
 use std::ptr;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLockReadGuard, RwLockWriteGuard};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{CUDA_HOST_NODE_PARAMS, CUcontext, CUgreenCtx, CUstream};
 
 use crate::api::Api;
-use crate::callback::{self, Callback, Continuation, HostCode, HostFunction, Notice, Pending};
+use crate::callback::{self, Callback, Continuation, HostCode, HostFunction, Notice, Pending, ReusableCallback};
 use crate::capture::{self, CaptureStatus};
 use crate::completion::{self, Completion, INTERRUPT_CHECK};
 use crate::device::{Bound, Device};
@@ -22,13 +22,13 @@ use crate::event::{Event, RawEvent, Record};
 use crate::gate::{self, Gate};
 use crate::graph::{self, HostNode, Label, Owner, Sequence};
 use crate::lane::Lane;
-use crate::reaper::{self, Relaxed};
+use crate::reaper::{self, Enqueuing, Relaxed};
 
 /// How the host is told that a stream reached a point.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Signal {
-    /// The best that the device and this version have.
+    /// [`Signal::Memory`] on a GPU where it can be used, else [`Signal::Driver`]; [`SIGNAL_VARIABLE`] can say otherwise.
     #[default]
     Auto,
     /// A number that the stream writes into memory, seen by a thread that polls, and a wait on memory for what it has to
@@ -60,7 +60,8 @@ const EXTERNAL: c_uint = 1;
 const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
-/// A stream handle. Owned ones are destroyed on the background thread when this is dropped; work queued on them still runs.
+/// A stream handle. Owned ones are destroyed on the background thread when this is dropped, so that it may be dropped
+/// anywhere; work queued on them still runs.
 pub(crate) struct RawStream {
     device: Device,
     handle: CUstream,
@@ -82,23 +83,29 @@ unsafe impl Send for RawStream {}
 // SAFETY: as for Send.
 unsafe impl Sync for RawStream {}
 
+impl RawStream {
+    /// What destroys the stream; false while it takes part in a capture, whose end that would break (measured).
+    fn destroy(&self) -> impl FnMut() -> bool + Send + 'static {
+        let (device, handle) = (self.device, self.handle as usize);
+        move || {
+            let (driver, handle) = (device.driver(), handle as CUstream);
+            // SAFETY: called once with success, by its owner, so the stream is alive. A failure means that the context is
+            // gone, and the stream with it.
+            unsafe {
+                let busy = capture::status(driver, handle).is_ok_and(|status| status != CaptureStatus::None);
+                if !busy {
+                    drop(driver.cuStreamDestroy_v2(handle));
+                }
+                !busy
+            }
+        }
+    }
+}
+
 impl Drop for RawStream {
     fn drop(&mut self) {
         if self.owned {
-            let (device, handle) = (self.device, self.handle as usize);
-            reaper::release_when(device, move || {
-                let (driver, handle) = (device.driver(), handle as CUstream);
-                // A stream that was destroyed in the middle of a capture would break its end (measured).
-                // SAFETY: this was the owner, so the stream is alive. A failure means that the context is gone, and the
-                // stream with it.
-                unsafe {
-                    let busy = capture::status(driver, handle).is_ok_and(|status| status != CaptureStatus::None);
-                    if !busy {
-                        drop(driver.cuStreamDestroy_v2(handle));
-                    }
-                    !busy
-                }
-            });
+            reaper::release_when(self.device, self.destroy());
         }
     }
 }
@@ -115,8 +122,10 @@ struct Inner {
     green_context: Option<usize>,
     pending: Arc<Pending>,
     gate: Arc<Gate>,
-    /// Of the memory signal.
-    lane: Option<Arc<Lane>>,
+    /// It has the memory signal.
+    by_memory: bool,
+    /// Its lane, from the first host code on.
+    lane: OnceLock<Arc<Lane>>,
     raw: Mutex<Option<Arc<RawStream>>>,
 }
 
@@ -166,6 +175,7 @@ pub(crate) struct Ready<'a> {
     _capturing: Option<MutexGuard<'static, ()>>,
     /// No capture begins or ends meanwhile.
     _gate: Option<RwLockReadGuard<'a, ()>>,
+    _enqueuing: Option<Enqueuing>,
     _bound: Bound<'a>,
 }
 
@@ -174,8 +184,8 @@ impl Ready<'_> {
         self.raw.handle
     }
 
-    pub(crate) fn raw(&self) -> Arc<RawStream> {
-        Arc::clone(&self.raw)
+    pub(crate) fn raw(&self) -> &Arc<RawStream> {
+        &self.raw
     }
 
     /// Asks for the capture that work goes to. The caller holds the gate.
@@ -256,7 +266,7 @@ impl Stream {
                 options.priority,
             )
         }?;
-        Stream::describe(api, RawStream { device, handle, owned: true, thread: None, _keep: None }, options.signal)
+        Stream::describe(RawStream { device, handle, owned: true, thread: None, _keep: None }, options.signal)
     }
 
     /// The legacy default stream of the device (`CU_STREAM_LEGACY`, also called the NULL stream). Work in it waits for
@@ -299,11 +309,11 @@ impl Stream {
         let _bound = device.bind(api)?;
         let thread = (handle == PER_THREAD).then(|| thread::current().id());
         let raw = RawStream { device, handle: handle as CUstream, owned: false, thread, _keep: keep };
-        Stream::describe(api, raw, Signal::Auto)
+        Stream::describe(raw, Signal::Auto)
     }
 
     /// Asks the driver once for what the stream is. The context is current.
-    fn describe(api: &Api<'_>, raw: RawStream, signal: Signal) -> Result<Stream> {
+    fn describe(raw: RawStream, signal: Signal) -> Result<Stream> {
         let RawStream { device, handle, owned, .. } = raw;
         if !owned {
             refuse_capture(device, handle, "be adopted", "Adopt it before the capture begins")?;
@@ -335,12 +345,12 @@ impl Stream {
             )));
         }
         let by_memory = signal.by_memory(device, handle as usize)?;
-        let lane = if by_memory { Some(Lane::of(api, device, strand(device, id))?) } else { None };
         Ok(Stream {
             inner: Arc::new(Inner {
                 device,
                 gate: Gate::of(strand(device, id)),
-                lane,
+                by_memory,
+                lane: OnceLock::new(),
                 address: handle as usize,
                 id,
                 non_blocking: flags & 1 != 0,
@@ -355,13 +365,13 @@ impl Stream {
 
     /// A stream of a green context, which `keep` holds. The primary context of the device is current.
     pub(crate) fn own(
-        api: &Api<'_>,
+        _api: &Api<'_>,
         device: Device,
         handle: CUstream,
         keep: Box<dyn Any + Send + Sync>,
     ) -> Result<Stream> {
         let raw = RawStream { device, handle, owned: true, thread: None, _keep: Some(keep) };
-        Stream::describe(api, raw, Signal::Auto)
+        Stream::describe(raw, Signal::Auto)
     }
 
     pub(crate) fn gate(&self) -> &Arc<Gate> {
@@ -389,9 +399,11 @@ impl Stream {
         Ok(raw)
     }
 
-    /// The stream, ready for what has no form in a capture: `act` says what, and `remedy` what to do instead.
+    /// The stream, ready to be given work that has no form in a capture: `act` says what, and `remedy` what to do instead.
     pub(crate) fn ready<'a>(&'a self, api: &'a Api<'_>, act: &str, remedy: &str) -> Result<Ready<'a>> {
-        self.ready_behind(api, self.inner.gate.read(), act, remedy)
+        let mut ready = self.ready_behind(api, self.inner.gate.read(), act, remedy)?;
+        ready._enqueuing = Some(Enqueuing::enter());
+        Ok(ready)
     }
 
     fn ready_behind<'a>(
@@ -412,6 +424,7 @@ impl Stream {
         let mut ready = self.alive(api)?;
         ready._gate = Some(self.inner.gate.read());
         ready.look_for_capture()?;
+        ready._enqueuing = Some(Enqueuing::enter());
         Ok(ready)
     }
 
@@ -419,7 +432,15 @@ impl Stream {
     pub(crate) fn alive<'a>(&self, api: &'a Api<'_>) -> Result<Ready<'a>> {
         let raw = self.raw()?;
         let bound = self.inner.device.bind(api)?;
-        Ok(Ready { raw, strand: self.strand(), capture: None, _capturing: None, _gate: None, _bound: bound })
+        Ok(Ready {
+            raw,
+            strand: self.strand(),
+            capture: None,
+            _capturing: None,
+            _gate: None,
+            _enqueuing: None,
+            _bound: bound,
+        })
     }
 
     /// Its handle (`CUstream`), for other libraries. It is valid until the stream is closed and its last clone dropped.
@@ -473,7 +494,7 @@ impl Stream {
     /// How the host is told: never [`Signal::Auto`].
     #[must_use]
     pub fn signal(&self) -> Signal {
-        if self.inner.lane.is_some() { Signal::Memory } else { Signal::Driver }
+        if self.inner.by_memory { Signal::Memory } else { Signal::Driver }
     }
 
     /// How many pieces of host code were queued through this handle and its clones and are not resolved yet.
@@ -488,11 +509,17 @@ impl Stream {
         self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
 
-    /// Gives the stream up (`cuStreamDestroy`, later, on the background thread). Returns at once; what is queued still
-    /// runs. A second close does nothing.
+    /// Gives the stream up (`cuStreamDestroy`; on the background thread inside a callback, and while something uses it or
+    /// gives work to a stream).
+    /// Does not wait for what is queued, which still runs. A second close does nothing.
     pub fn close(&self) {
         let raw = self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner).take();
-        drop(raw);
+        // A stream that was just destroyed is quickest to be made anew, so this is worth a call here.
+        if let Some(mut raw) = raw.and_then(Arc::into_inner)
+            && std::mem::take(&mut raw.owned)
+        {
+            reaper::release_here(self.inner.device, raw.destroy());
+        }
     }
 
     /// Whether all queued work is done (`cuStreamQuery`).
@@ -500,7 +527,8 @@ impl Stream {
     /// # Errors
     /// The code of a fault; [`Error::Closed`]; [`Error::Capture`] while the stream captures.
     pub fn query(&self, api: &Api<'_>) -> Result<bool> {
-        self.ready(api, "be queried", "End the capture first").and_then(|ready| query(&ready.raw))
+        let ready = self.ready_behind(api, self.inner.gate.read(), "be queried", "End the capture first")?;
+        query(&ready.raw)
     }
 
     /// Waits until all work queued so far is done.
@@ -582,6 +610,7 @@ impl Stream {
     }
 
     fn wait_raw(&self, ready: &Ready<'_>, event: &RawEvent) -> Result<()> {
+        let _enqueuing = Enqueuing::enter();
         // SAFETY: both handles are alive.
         unsafe { self.inner.device.driver().cuStreamWaitEvent(ready.handle(), event.handle(), 0) }
     }
@@ -677,6 +706,7 @@ impl Stream {
                 mine._capturing = theirs._capturing.take();
             }
             let event = device.take_event()?;
+            let _enqueuing = Enqueuing::enter();
             // SAFETY: both handles are alive and of one context.
             unsafe { device.driver().cuEventRecord(event.handle(), theirs.handle()) }?;
             event
@@ -830,12 +860,42 @@ impl Stream {
         self.enqueue(api, Notice { promise }).map(|()| completion).map_err(|(error, _)| error)
     }
 
+    /// A callback for this stream that is made once and queued any number of times, without an allocation for each.
+    ///
+    /// # Examples
+    /// ```
+    /// # use rstream::{Api, Device, Stream, StreamOptions};
+    /// # Api::attach(|api| {
+    /// let stream = Stream::new(api, Device::soft(api, 0)?, StreamOptions::default())?;
+    /// let tick = stream.reusable_callback(|_status| ());
+    /// for _ in 0..3 {
+    ///     tick.enqueue(api)?;
+    /// }
+    /// stream.synchronize(api, None, &mut || false)?;
+    /// assert_eq!(tick.runs(), 3);
+    /// # Ok::<(), rstream::Error>(()) })??; Ok::<(), rstream::Error>(())
+    /// ```
+    #[must_use]
+    pub fn reusable_callback(&self, f: impl Fn(Status) + Send + Sync + 'static) -> ReusableCallback {
+        ReusableCallback::new(self.clone(), Arc::clone(&self.inner.pending), Box::new(f))
+    }
+
+    /// Its lane, if it has the memory signal.
+    pub(crate) fn lane(&self, api: &Api<'_>) -> Result<Option<&Arc<Lane>>> {
+        let Inner { by_memory: true, lane, device, .. } = &*self.inner else { return Ok(None) };
+        if lane.get().is_none() {
+            // Two that come here at once are given the same one.
+            drop(lane.set(Lane::of(api, *device, self.strand())?));
+        }
+        Ok(lane.get())
+    }
+
     fn enqueue<C: HostCode>(&self, api: &Api<'_>, code: C) -> Result<(), (Error, C)> {
-        match self.ready(api, C::ACT, C::REMEDY) {
-            Ok(ready) => match &self.inner.lane {
-                Some(lane) => callback::enqueue_on_lane(lane, self.inner.device, &ready.raw, &self.inner.pending, code),
-                None => callback::enqueue(self.inner.device, ready.handle(), &self.inner.pending, code),
-            },
+        let Inner { device, pending, .. } = &*self.inner;
+        let ready = self.lane(api).and_then(|lane| Ok((lane, self.ready(api, C::ACT, C::REMEDY)?)));
+        match ready {
+            Ok((Some(lane), ready)) => callback::enqueue_on_lane(lane, *device, &ready.raw, pending, code),
+            Ok((None, ready)) => callback::enqueue(*device, ready.handle(), pending, code),
             Err(error) => Err((error, code)),
         }
     }
@@ -888,7 +948,8 @@ fn strand(device: Device, id: u64) -> u64 {
     id | u64::from(device.is_software()) << 60
 }
 
-/// The environment variable that says what [`Signal::Auto`] is: `memory` or `driver`.
+/// The environment variable that says what [`Signal::Auto`] is: `memory`, where that can be used, or `driver`. Read once.
+/// Without it, the software device has the driver's.
 pub const SIGNAL_VARIABLE: &str = "RSTREAM_SIGNAL";
 
 impl Signal {
@@ -897,17 +958,13 @@ impl Signal {
         let asked = match self {
             Signal::Driver => return Ok(false),
             Signal::Memory => true,
-            Signal::Auto => match std::env::var(SIGNAL_VARIABLE).as_deref() {
-                Ok("memory") => false,
-                Ok("driver") | Err(_) => return Ok(false),
-                Ok(other) => {
-                    return Err(Error::invalid(format!("{SIGNAL_VARIABLE}={other}: expected memory or driver")));
-                }
-            },
+            // The software device's waits on memory are slower than its callbacks: a thread has to look for them.
+            Signal::Auto if !auto_is_memory()?.unwrap_or(!device.is_software()) => return Ok(false),
+            Signal::Auto => false,
         };
         let lacks = if handle <= PER_THREAD {
             "a default stream"
-        } else if !device.has_memory_signal()? {
+        } else if !device.has_memory_signal() {
             "a device without 64-bit stream memory operations or concurrent managed access"
         } else {
             return Ok(true);
@@ -917,6 +974,18 @@ impl Signal {
         }
         Ok(false)
     }
+}
+
+/// What [`SIGNAL_VARIABLE`] said when it was first asked for.
+fn auto_is_memory() -> Result<Option<bool>> {
+    static SAID: OnceLock<std::result::Result<Option<bool>, String>> = OnceLock::new();
+    let said = SAID.get_or_init(|| match std::env::var(SIGNAL_VARIABLE).as_deref() {
+        Err(_) | Ok("") => Ok(None),
+        Ok("memory") => Ok(Some(true)),
+        Ok("driver") => Ok(Some(false)),
+        Ok(other) => Err(other.to_owned()),
+    });
+    said.clone().map_err(|other| Error::invalid(format!("{SIGNAL_VARIABLE}={other}: expected memory or driver")))
 }
 
 pub(crate) fn query(raw: &RawStream) -> Result<bool> {

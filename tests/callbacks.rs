@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use common::{device, with_stream};
-use rstream::{Api, Buffer, Error, Event, EventOptions, Pattern, Status, Stream, StreamOptions, testing};
+use rstream::{Api, Buffer, Error, Event, EventOptions, Pattern, Signal, Status, Stream, StreamOptions, testing};
 
 fn synchronize(api: &Api<'_>, stream: &Stream) -> rstream::Result<()> {
     stream.synchronize(api, Some(Duration::from_secs(60)), &mut || false)
@@ -308,4 +308,78 @@ fn every_callback_of_many_runs_exactly_once_and_in_order() {
     for thread in threads.collect::<Vec<_>>() {
         thread.join().unwrap().unwrap().unwrap();
     }
+}
+
+#[test]
+fn a_reusable_callback_runs_once_for_each_enqueue_in_order_under_each_signal() {
+    Api::attach(|api| {
+        for signal in [Signal::Memory, Signal::Driver] {
+            let stream = Stream::new(api, device(api)?, StreamOptions { signal, ..StreamOptions::default() })?;
+            let seen = Arc::new(Mutex::new(Vec::new()));
+            let note = |name: u32| {
+                let seen = Arc::clone(&seen);
+                move |status: Status| seen.lock().unwrap().push((name, status))
+            };
+            let reusable = stream.reusable_callback(note(0));
+            let held = testing::hold(api, &stream)?;
+            // More than a lane queues, so that some go by the driver's callback.
+            const EACH: u32 = 400;
+            for number in 1..=EACH {
+                reusable.enqueue(api)?;
+                drop(stream.add_callback(api, note(number))?);
+            }
+            assert_eq!((reusable.runs(), stream.pending()), (0, 2 * EACH as usize));
+            held.release();
+            synchronize(api, &stream)?;
+            let expected: Vec<_> =
+                (1..=EACH).flat_map(|number| [0, number]).map(|name| (name, Status::SUCCESS)).collect();
+            assert_eq!(*seen.lock().unwrap(), expected);
+            assert_eq!((reusable.runs(), reusable.panics(), stream.pending()), (u64::from(EACH), 0, 0));
+        }
+        Ok::<(), Error>(())
+    })
+    .unwrap()
+    .unwrap();
+}
+
+#[test]
+fn a_reusable_callback_lives_until_its_last_run_and_survives_its_panics() {
+    with_stream(|api, stream| {
+        let owned = Arc::new(AtomicU64::new(0));
+        let held = Arc::clone(&owned);
+        let reusable = stream.reusable_callback(move |_| {
+            assert!(!held.fetch_add(1, Ordering::Relaxed).is_multiple_of(2), "on purpose");
+        });
+        let hold = testing::hold(api, stream)?;
+        for _ in 0..4 {
+            reusable.enqueue(api)?;
+        }
+        let twin = reusable.clone();
+        drop(reusable);
+        hold.release();
+        synchronize(api, stream)?;
+        assert_eq!((twin.runs(), twin.panics()), (2, 2));
+        let hold = testing::hold(api, stream)?;
+        twin.enqueue(api)?;
+        drop(twin);
+        assert_eq!(Arc::strong_count(&owned), 2);
+        hold.release();
+        synchronize(api, stream)?;
+        assert_eq!((Arc::strong_count(&owned), owned.load(Ordering::Relaxed)), (1, 5));
+        Ok(())
+    });
+}
+
+#[test]
+fn a_reusable_callback_is_refused_where_a_callback_is() {
+    with_stream(|api, stream| {
+        let reusable = stream.reusable_callback(|_| ());
+        let capture = stream.begin_capture::<rstream::capture::Relaxed>(api)?;
+        assert!(matches!(reusable.enqueue(api), Err(Error::Capture { .. })));
+        drop(capture);
+        stream.close();
+        assert!(matches!(reusable.enqueue(api), Err(Error::Closed { .. })));
+        assert_eq!((reusable.runs(), stream.pending()), (0, 0));
+        Ok(())
+    });
 }

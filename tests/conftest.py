@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 # The suite runs under each signal: RSTREAM_SIGNAL=memory or driver.
-SIGNAL = os.environ.get("RSTREAM_SIGNAL", "driver")
+SIGNAL = os.environ.setdefault("RSTREAM_SIGNAL", "driver" if DEVICE == "soft" else "memory")
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import gc
+import os
 import pickle
 import re
 import sys
@@ -352,13 +354,16 @@ def test_a_callback_does_not_wait_for_completions(stream, wait):
 def test_a_loop_is_woken_up_once_for_all_that_is_due(stream):
     async def main():
         loop, wakes = asyncio.get_running_loop(), []
-        wake = loop.call_soon_threadsafe
+        watch = loop.add_reader
 
-        def counted(*args, **kwargs):
-            wakes.append(1)
-            return wake(*args, **kwargs)
+        def counted(fd, callback, *args):
+            def wake():
+                wakes.append(1)
+                callback(*args)
 
-        loop.call_soon_threadsafe = counted
+            watch(fd, wake)
+
+        loop.add_reader = counted
         with rs.testing.hold(stream):
             completions = [stream.then(int, str(number)) for number in range(100)]
             waiting = asyncio.gather(*completions)
@@ -371,3 +376,320 @@ def test_a_loop_is_woken_up_once_for_all_that_is_due(stream):
     results, wakes = asyncio.run(main())
     assert results == list(range(100))
     assert wakes == 1
+
+
+def test_gather_gives_results_in_order_and_the_first_failure_when_all_are_done(stream, run):
+    async def main():
+        with rs.testing.hold(stream):
+            many = [stream.then(int, str(number)) for number in range(50)]
+            waiting = asyncio.ensure_future(rs.gather(many))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        assert await waiting == list(range(50))
+        assert await rs.gather([]) == []
+
+        good, bad, worse = stream.then(int), stream.then(int, "x"), stream.then(lambda: 1 // 0)
+        with pytest.raises(ValueError, match="'x'"):
+            await rs.gather([good, bad, worse, good])
+        assert worse.done()
+        results = await rs.gather([good, worse, bad], return_exceptions=True)
+        assert [type(result) for result in results] == [int, ZeroDivisionError, ValueError]
+
+        with rs.testing.hold(stream):
+            cancelled = stream.then(int)
+            assert cancelled.cancel()
+            results = await rs.gather([good, cancelled], return_exceptions=True)
+            assert [type(result) for result in results] == [int, asyncio.CancelledError]
+            with pytest.raises(asyncio.CancelledError):
+                await rs.gather([cancelled])
+            late = stream.then(int)
+            waiting = asyncio.ensure_future(rs.gather([good, late], return_exceptions=True))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert not late.cancelled()
+        assert await late == 0
+        with pytest.raises(TypeError, match="is no Completion"):
+            await rs.gather([good, 1])
+
+        async def given_up(completion):
+            # Cancelled before it waits.
+            asyncio.current_task().cancel()
+            await rs.gather([completion, completion], return_exceptions=True)
+
+        with rs.testing.hold(stream), pytest.raises(asyncio.CancelledError):
+            await asyncio.ensure_future(given_up(stream.completion()))
+
+    run(main())
+
+
+def test_what_gather_raises_keeps_nothing_alive(stream):
+    class Owned:
+        pass
+
+    async def main():
+        owned = Owned()
+        gone = weakref.ref(owned)
+        many = [stream.then(lambda owned: 1 // 0, owned)]
+        del owned
+        try:
+            await rs.gather([many.pop()])
+        except ZeroDivisionError:
+            return gone
+
+    gc.disable()
+    try:
+        assert asyncio.run(main())() is None
+    finally:
+        gc.enable()
+
+
+class Blind(asyncio.SelectorEventLoop):
+    """A loop that watches no sockets, as Windows has one."""
+
+    def add_reader(self, fd, callback, *args):
+        raise NotImplementedError
+
+
+@pytest.fixture(params=["asyncio", "uvloop", "blind"])
+def run(request):
+    """As `asyncio.run`, on each kind of loop."""
+    loops = {
+        "asyncio": lambda: asyncio.SelectorEventLoop,
+        "uvloop": lambda: pytest.importorskip("uvloop").new_event_loop,
+        "blind": lambda: Blind,
+    }
+
+    def run(main):
+        with asyncio.Runner(loop_factory=run.loop) as runner:
+            return runner.run(main)
+
+    run.loop = loops[request.param]()
+    return run
+
+
+def opened():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def awaited(completion):
+    return await completion
+
+
+def test_every_kind_of_loop_awaits(stream, run):
+    async def main():
+        assert await stream.then(lambda: 1) == 1
+        assert await stream.then(lambda: (2, 3)) == (2, 3)
+        assert await stream.completion() is None
+        with pytest.raises(ZeroDivisionError):
+            await stream.then(lambda: 1 // 0)
+        with rs.testing.hold(stream):
+            waiting = asyncio.gather(*[stream.then(int, str(number)) for number in range(3000)])
+            points = asyncio.gather(*[stream.completion() for _ in range(3000)])
+            await asyncio.sleep(0)
+        assert await points == [None] * 3000
+        return await waiting
+
+    assert run(main()) == list(range(3000))
+
+
+def test_what_is_done_is_awaited_without_a_future_or_a_loop(stream):
+    def step(completion):
+        with pytest.raises(StopIteration) as caught:
+            awaited(completion).send(None)
+        return caught.value.value
+
+    def raised(error):
+        raise error
+
+    completion = stream.then(lambda: (1, 2))
+    assert completion.result(30) == (1, 2)
+    assert step(completion) == (1, 2)
+    point = stream.completion()
+    point.result(30)
+    assert step(point) is None
+    failed = stream.then(raised, KeyError("x"))
+    rs.wait([failed], 30)
+    with pytest.raises(KeyError):
+        awaited(failed).send(None)
+    stops = stream.then(raised, StopIteration(3))
+    rs.wait([stops], 30)
+    with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+        next(stops.__await__())
+    assert caught.value.__cause__.value == 3
+    with rs.testing.hold(stream):
+        pending = awaited(stream.then(int))
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            pending.send(None)
+
+
+def test_an_awaited_failure_is_not_reported_and_one_that_nobody_awaits_is(stream, run, lost):
+    async def main():
+        with rs.testing.hold(stream):
+            failing = [asyncio.ensure_future(awaited(stream.then(int, "x"))) for _ in range(2)]
+            await asyncio.sleep(0)
+            failing[0].cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="invalid literal"):
+            await failing[1]
+
+    run(main())
+    gc.collect()
+    assert [type(error) for error in lost.wait(1)] == [ValueError]
+
+
+def test_to_await_a_cancelled_completion_is_to_be_cancelled(stream, run):
+    async def main():
+        with rs.testing.hold(stream):
+            completion = stream.then(int)
+            waiting = asyncio.ensure_future(awaited(completion))
+            await asyncio.sleep(0)
+            assert completion.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            with pytest.raises(asyncio.CancelledError):
+                await completion
+
+    run(main())
+
+
+def test_an_await_is_cancelled_before_and_after_it_is_due(stream, run):
+    async def main():
+        with rs.testing.hold(stream):
+            early, late = (asyncio.ensure_future(awaited(stream.completion())) for _ in range(2))
+            last = stream.completion()
+            await asyncio.sleep(0)
+            early.cancel()
+            await asyncio.sleep(0)
+        # The loop has not looked yet.
+        last.result(30)
+        late.cancel()
+        # More than an await, which takes what is done without leaving the task.
+        await asyncio.wait([early, late])
+        assert await stream.then(lambda: 5) == 5
+        assert early.cancelled()
+        assert late.cancelled()
+
+    run(main())
+
+
+def test_an_await_is_an_iterator_as_a_generator_is(stream):
+    async def main():
+        loop = asyncio.get_running_loop()
+        with rs.testing.hold(stream):
+            completion = stream.completion()
+            steps = completion.__await__()
+            assert iter(steps) is steps
+            future = next(steps)
+            assert asyncio.isfuture(future)
+            assert future.get_loop() is loop
+            with pytest.raises(KeyError, match="thrown"):
+                steps.throw(KeyError("thrown"))
+            assert steps.send(None) is not future
+            with pytest.raises(KeyError, match="thrown"):
+                steps.throw(KeyError, "thrown")
+            steps.close()
+        completion.result(30)
+        with pytest.raises(StopIteration):
+            steps.send(None)
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_is_closed_with_awaits_pending_leaves_no_descriptors(stream, run, lost):
+    def abandon(due):
+        hold = rs.testing.hold(stream)
+        completions = [stream.then(int), stream.completion()]
+        loop = run.loop()
+        tasks = [loop.create_task(awaited(completion)) for completion in completions]
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+        if due:
+            hold.release()
+            rs.wait(completions, 30)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.close()
+        if not due:
+            hold.release()
+            rs.wait(completions, 30)
+
+    abandon(False)
+    before = opened()
+    for number in range(20):
+        abandon(number % 2)
+    assert opened() <= before
+    assert lost.exceptions == []
+
+
+def test_loops_come_and_go_in_threads(device, run):
+    def work():
+        for _ in range(5):
+            with rs.Stream(device) as stream:
+
+                async def main(stream=stream):
+                    with rs.testing.hold(stream):
+                        waiting = asyncio.gather(*[stream.then(int, str(number)) for number in range(100)])
+                        await asyncio.sleep(0)
+                    return await waiting
+
+                results.append(run(main()))
+
+    results: list[list[int]] = []
+    run(asyncio.sleep(0))
+    work()
+    before = opened()
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == [list(range(100))] * 25
+    assert opened() <= before
+
+
+def test_two_loops_take_turns_in_one_thread(stream):
+    loops = [asyncio.new_event_loop() for _ in range(2)]
+    before = opened()
+    for _ in range(3):
+        for loop in loops:
+            with rs.testing.hold(stream):
+                task = loop.create_task(awaited(stream.then(lambda: 7)))
+                loop.call_soon(loop.stop)
+                loop.run_forever()
+            assert loop.run_until_complete(task) == 7
+    # A pair of sockets for each.
+    assert opened() == before + 4
+    for loop in loops:
+        loop.close()
+
+
+def test_what_a_loop_has_not_got_to_when_it_is_interrupted_comes_later(stream):
+    class Interrupted(asyncio.Future):
+        def set_result(self, value):
+            super().set_result(value)
+            if not raised:
+                raised.append(True)
+                raise KeyboardInterrupt
+
+    class Loop(asyncio.SelectorEventLoop):
+        def create_future(self):
+            return Interrupted(loop=self)
+
+    async def main():
+        with rs.testing.hold(stream):
+            completions = [stream.completion() for _ in range(10)]
+            waiting = asyncio.gather(*completions)
+            await asyncio.sleep(0)
+        rs.wait(completions, 30)
+        return await waiting
+
+    raised: list[bool] = []
+    with contextlib.closing(Loop()) as loop:
+        task = loop.create_task(main())
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(task)
+        assert loop.run_until_complete(task) == [None] * 10

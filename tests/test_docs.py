@@ -57,6 +57,26 @@ def test_an_example_runs(example):
     assert done.stdout
 
 
+def test_the_comparison_runs(tmp_path):
+    tables = tmp_path / "tables.md"
+    done = subprocess.run(
+        [
+            sys.executable,
+            ROOT / "benches" / "compare.py",
+            "--device=soft",
+            "--quick",
+            "--only=T8,T9",
+            "--markdown",
+            tables,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "| T9 | delay by a slow callback, ms |" in tables.read_text(encoding="utf-8")
+
+
 def documented(body, owner):
     """Each object of a stub with the docstring that it has there."""
     for item in body:

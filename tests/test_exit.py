@@ -96,6 +96,15 @@ PROGRAMS = {
     "cycle": "c = rs.Stream().completion(); l = [c]; l.append(l); c.add_done_callback(l.append)",
     "unretrieved": "c = rs.Stream().then(lambda: 1); del c",
     "enqueues for ever": "s = rs.Stream()\ndef again(): s.then(again)\nagain()",
+    "awaits in a loop that is never closed": (
+        "async def wait(c): await c\n"
+        "s = rs.Stream(); keep = rs.testing.hold(s); l = asyncio.new_event_loop()\n"
+        "l.create_task(wait(s.completion())); l.create_task(wait(s.then(int))); l.call_soon(l.stop); l.run_forever()"
+    ),
+    "awaits in a daemon thread": (
+        "async def wait(s):\n    while True: await s.then(int); await s.completion()\n"
+        "threading.Thread(target=asyncio.run, args=(wait(rs.Stream()),), daemon=True).start(); time.sleep(0.1)"
+    ),
     "system exit in main": "rs.Stream().then(time.sleep, 60); import sys; sys.exit(0)",
 }
 
@@ -114,7 +123,7 @@ PROGRAMS |= {
     "daemon threads that meet errors": "[threading.Thread(target=meet_errors, daemon=True).start() for _ in range(4)]",
 }
 HELPERS = """
-import sys, threading, time
+import asyncio, sys, threading, time
 import numpy as np
 
 class Busy:
@@ -194,7 +203,8 @@ def test_a_forked_child_gets_a_clear_error_and_the_parent_goes_on(program):
         completion = stream.then(lambda: "parent goes on")
         child = os.fork()
         if child == 0:
-            for call in (stream.query, completion.result, lambda: rs.wait([completion]), lambda: stream.then(print)):
+            calls = [stream.query, completion.result, lambda: rs.wait([completion]), lambda: stream.then(print)]
+            for call in [*calls, lambda: next(completion.__await__())]:
                 try:
                     call()
                 except RuntimeError as error:
@@ -205,7 +215,7 @@ def test_a_forked_child_gets_a_clear_error_and_the_parent_goes_on(program):
         print(completion.result(30))
         """
     )
-    assert out == "True\n" * 4 + "parent goes on\n"
+    assert out == "True\n" * 5 + "parent goes on\n"
 
 
 def test_after_the_exit_of_rstream_a_wait_is_an_error_and_no_hang(program):
@@ -213,7 +223,7 @@ def test_after_the_exit_of_rstream_a_wait_is_an_error_and_no_hang(program):
         """
         import atexit, sys
         def late():
-            for call in (lambda: rs.wait([completion]), completion.future):
+            for call in (lambda: rs.wait([completion]), completion.future, lambda: next(completion.__await__())):
                 try:
                     call()
                 except rs.ShutdownError as error:
@@ -228,7 +238,7 @@ def test_after_the_exit_of_rstream_a_wait_is_an_error_and_no_hang(program):
         """,
         RSTREAM_EXIT_TIMEOUT="0",
     )
-    assert out == "ShutdownError\n" * 2
+    assert out == "ShutdownError\n" * 3
 
 
 def test_a_forked_child_may_end_as_it_likes(program):

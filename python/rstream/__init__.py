@@ -63,7 +63,7 @@ from rstream._errors import (
     WaitTimeoutError,
 )
 from rstream._status import Status
-from rstream._waiting import DoneAndNotDone, as_completed, wait
+from rstream._waiting import DoneAndNotDone, as_completed, gather, wait
 
 __version__: str = _core.__version__
 
@@ -115,6 +115,7 @@ __all__ = [
     "default_device",
     "device_empty",
     "devices",
+    "gather",
     "managed_empty",
     "pinned_empty",
     "set_wait_policy",
@@ -143,7 +144,10 @@ def _from_environment(name: str, convert: Callable[[str], float], least: float, 
 _exit_timeout = _from_environment("RSTREAM_EXIT_TIMEOUT", float, 0, math.inf, 1.0)
 _from_environment("RSTREAM_SOFT_DEVICES", int, 1, 16, 2)
 if "RSTREAM_WAIT_POLICY" in os.environ:
-    set_wait_policy(os.environ["RSTREAM_WAIT_POLICY"])  # type: ignore[arg-type]
+    try:
+        set_wait_policy(os.environ["RSTREAM_WAIT_POLICY"])  # type: ignore[arg-type]
+    except InvalidValueError as error:
+        raise InvalidValueError(f"RSTREAM_WAIT_POLICY: {error}", 1) from None
 
 
 def _exit() -> None:

@@ -58,14 +58,12 @@ __version__: Final[str]
 class Device:
     """A GPU (`Device(0)`) or a software device (`Device("soft")`, `Device("soft:1")`).
 
-    The first use retains the device's primary context (`cuDevicePrimaryCtxRetain`), the one that torch and CuPy use,
-    and
-    keeps it for the life of the process. Devices are equal when they are the same device, and can be hashed and
-    pickled.
+    The first use retains the device's primary context (`cuDevicePrimaryCtxRetain`), the one that torch and CuPy
+    use, and keeps it for the life of the process. Devices are equal when they are the same device, and can be
+    hashed and pickled.
 
-    Raises `DriverNotFoundError` without a driver, `InvalidValueError` for a device that there is not, `TypeError` for
-    what
-    names no device.
+    Raises `DriverNotFoundError` without a driver, `InvalidValueError` for a device that there is not, `TypeError`
+    for what names no device.
     """
 
     def __new__(cls, spec: Device | int | str) -> Device: ...
@@ -136,16 +134,14 @@ class Stream:
     """A queue of work for a device (`cuStreamCreateWithPriority`).
 
     `device` is a `Device` or what `Device()` takes; by default `default_device()`. A stream is non-blocking unless
-    asked
-    otherwise: it does not synchronize with the legacy default stream. `priority` is clamped to
-    `device.priority_range`. `signal` says how the host is told that a point was reached: `"driver"` is the driver's own
-    callbacks, `"auto"` the best that there is.
+    asked otherwise: it does not synchronize with the legacy default stream. `priority` is clamped to
+    `device.priority_range`. `signal` says how the host is told that a point was reached: `"memory"` by a number that
+    the stream writes, `"driver"` by the driver's own callbacks, `"auto"` by the first on a GPU that can.
 
     What a stream knows about itself is read once, so its properties, `repr`, `==` and `hash` never call the driver.
-    Every
-    method that calls the driver releases the GIL, and raises `NotPermittedError` inside a callback or host function,
-    `ClosedError` on a closed stream and, where it has no form in a capture, `CaptureUnsupportedError` while the stream
-    captures.
+    Every method that calls the driver releases the GIL, and raises `NotPermittedError` inside a callback or host
+    function, `ClosedError` on a closed stream and, where it has no form in a capture, `CaptureUnsupportedError`
+    while the stream captures.
     """
 
     def __new__(
@@ -172,10 +168,8 @@ class Stream:
         """A stream of another library, which is kept alive and never destroyed by rstream.
 
         `obj` has `__cuda_stream__`, or is a stream of torch, CuPy or Numba, or a handle as an integer, which then has
-        to
-        stay valid. Raises `TypeError` for what is no stream, `InvalidValueError` for a stream of another context than
-        the
-        device's primary one.
+        to stay valid. Raises `TypeError` for what is no stream, `InvalidValueError` for a stream of another context
+        than the device's primary one.
         """
 
     @staticmethod
@@ -237,21 +231,17 @@ class Stream:
         """Wait until all work queued so far is done.
 
         `timeout` is in seconds; when it runs out, `WaitTimeoutError` (a `TimeoutError`) is raised, and the stream can
-        be
-        waited for again. Ctrl-C ends the wait. Raises `InvalidValueError` for a negative time-out, `DeviceFaultError`
-        after a fault.
+        be waited for again. Ctrl-C ends the wait. Raises `InvalidValueError` for a negative time-out,
+        `DeviceFaultError` after a fault.
         """
 
     def wait(self, event_or_stream: Event | Stream | _CudaStream | Any, *, external: bool = False) -> None:
         """Make later work wait for an event, or for all that is queued on another stream so far (`cuStreamWaitEvent`).
 
         If the other stream captures, or the event was recorded in a capture, this stream takes part in that capture
-        from
-        then on. A stream that captures can wait for what is in its own capture only, or with `external=True` for an
-        event
-        as it is recorded at each launch of the graph (`CU_EVENT_WAIT_EXTERNAL`). Raises a `CaptureError` that says
-        which
-        rule would have been broken.
+        from then on. A stream that captures can wait for what is in its own capture only, or with `external=True` for
+        an event as it is recorded at each launch of the graph (`CU_EVENT_WAIT_EXTERNAL`). Raises a `CaptureError` that
+        says which rule would have been broken.
         """
 
     def record(self, event: Event | None = None, *, external: bool = False) -> Event:
@@ -272,11 +262,10 @@ class Stream:
         """A capture of this stream, to be begun by `with`: what is queued inside becomes nodes of a graph.
 
         `mode` says which 'potentially unsafe' calls (`cudaMalloc`, `cudaEventQuery`, …) break the capture while it
-        lasts:
-        those of this thread and of others (`"global"`), of this thread (`"thread_local"`), or none (`"relaxed"`). What
-        rstream itself calls never does. With `graph`, nodes go into that graph, the first ones behind its nodes
-        `dependencies`. Those that were captured before it is abandoned stay; if the capture breaks, or ends with work
-        that was not joined, that graph is gone (`cuStreamBeginCapture`, `cuStreamBeginCaptureToGraph`).
+        lasts: those of this thread and of others (`"global"`), of this thread (`"thread_local"`), or none
+        (`"relaxed"`). What rstream itself calls never does. With `graph`, nodes go into that graph, the first ones
+        behind its nodes `dependencies`. Those that were captured before it is abandoned stay; if the capture breaks, or
+        ends with work that was not joined, that graph is gone (`cuStreamBeginCapture`, `cuStreamBeginCaptureToGraph`).
         """
 
     @property
@@ -305,8 +294,8 @@ class Stream:
         """Queue a callback: `fn(status, *args, **kwargs)` runs once when all work before is done.
 
         Later work waits until it returns. After a device fault it runs too, with the fault's status. It must not call
-        the
-        API (`cuStreamAddCallback`). When the enqueue fails, its references are dropped before the exception is raised.
+        the API (`cuStreamAddCallback`). When the enqueue fails, its references are dropped before the exception is
+        raised.
         """
 
     def launch_host_func(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Completion[_T] | Any:
@@ -331,11 +320,11 @@ class Stream:
     ) -> Completion[None]:
         """Queue a native function: it runs once when all work before is done, without the GIL.
 
-        `address` is that of a C function `void f(void *user_data)`, or with `status=True`
-        `void f(uint32_t status, void *user_data)`: from ctypes, cffi, a Numba `@cfunc` or a library. Later work waits
-        until it returns. It must not call the API. With `status` it runs after a device fault too, with the code of the
-        fault; without, it does not run then, and its completion raises the error. `keep_alive` is kept until it has
-        run. A wrong address crashes the process. Raises `InvalidValueError` for address 0.
+        `address` is that of a C function `void f(void *user_data)`, or with `status=True` `void f(uint32_t status, void
+        *user_data)`: from ctypes, cffi, a Numba `@cfunc` or a library. Later work waits until it returns. It must not
+        call the API. With `status` it runs after a device fault too, with the code of the fault; without, it does not
+        run then, and its completion raises the error. `keep_alive` is kept until it has run. A wrong address crashes
+        the process. Raises `InvalidValueError` for address 0.
         """
 
     def completion(self) -> Completion[None]:
@@ -348,9 +337,8 @@ class Stream:
 
         Each is a C-contiguous NumPy array, an array of rstream, or an object with `__cuda_array_interface__`; they have
         the same number of bytes, whatever their shapes and dtypes. A copy from ordinary (pageable) NumPy memory reads
-        it
-        before the call returns or soon after; one into it returns when the copy is done. Raises `InvalidValueError` for
-        sizes that differ, a read-only `dst`, memory that is not contiguous or of another device; `TypeError` for
+        it before the call returns or soon after; one into it returns when the copy is done. Raises `InvalidValueError`
+        for sizes that differ, a read-only `dst`, memory that is not contiguous or of another device; `TypeError` for
         another object.
         """
 
@@ -361,7 +349,7 @@ class Stream:
         """
 
     def close(self) -> None:
-        """Give the stream up (`cuStreamDestroy`, on a background thread). Returns at once; queued work still runs."""
+        """Give the stream up (`cuStreamDestroy`), without waiting: queued work still runs."""
 
     def __enter__(self) -> Stream: ...
     def __exit__(
@@ -699,8 +687,7 @@ class Event:
     """A mark that is recorded in a stream and reached when the work before it is done (`cuEventCreate`).
 
     `timing`: take timestamps for `elapsed_since`. `blocking_sync`: other libraries' waits for it sleep instead of
-    spinning.
-    `interprocess`: it can be shared; needs `timing=False`, else `InvalidValueError`.
+    spinning. `interprocess`: it can be shared; needs `timing=False`, else `InvalidValueError`.
     """
 
     def __new__(
@@ -755,7 +742,7 @@ class Event:
         """A completion that resolves when the record of this moment is reached."""
 
     def close(self) -> None:
-        """Give the event up. Returns at once; waits that are queued for it are not affected."""
+        """Give the event up (`cuEventDestroy`). Waits that are queued for it are not affected."""
 
     def __enter__(self) -> Event: ...
     def __exit__(
@@ -876,7 +863,7 @@ def in_callback() -> bool:
 def set_wait_policy(policy: Literal["adaptive", "spin", "sleep"]) -> None:
     """Set how the thread that polls for the memory signal waits, for the whole process.
 
-    `"adaptive"` spins for 50 us, then sleeps for an eighth of the time waited so far, at most 1 ms; `"spin"` spins,
+    `"adaptive"` spins for 50 us, then sleeps for an eighth of the time waited so far, at most 2 ms; `"spin"` spins,
     which takes a core while host code is queued; `"sleep"` never spins. With nothing queued it sleeps under each. The
     environment variable `RSTREAM_WAIT_POLICY` sets it for a process. Raises `InvalidValueError` for another.
     """

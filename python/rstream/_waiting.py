@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import math
 import queue
-import sys
 import threading
 import time
 import weakref
@@ -84,8 +83,55 @@ def wait(
         )
     deadline = _deadline(timeout)
     pending = _set(completions)
+    # Those that are done need no queue.
+    done = {completion for completion in pending if completion.done()}
+    pending -= done
+    if _is_met(return_when, done) or not pending:
+        return DoneAndNotDone(done, pending)
     with _listening(pending) as finished:
-        return _gather(pending, finished, deadline, return_when)
+        return _gather(done, pending, finished, deadline, return_when)
+
+
+def _is_met(return_when: str, done: Iterable[_core.Completion[Any]]) -> bool:
+    """Whether completions that are done end a wait for more."""
+    if return_when == "FIRST_EXCEPTION":
+        return any(completion.cancelled() or completion.exception() is not None for completion in done)
+    return return_when == "FIRST_COMPLETED" and any(True for _ in done)
+
+
+async def gather(completions: Iterable[_core.Completion[Any]], *, return_exceptions: bool = False) -> list[Any]:
+    """Await completions and return their results in the order given, as `asyncio.gather` does, without a task for each.
+
+    Once all are done, the first failure in that order is raised, or with `return_exceptions` each takes the place of
+    its result; a completion that was cancelled has failed with `asyncio.CancelledError`. To cancel the await is to stop
+    waiting: the host code still runs. Raises `TypeError` for what is no completion.
+    """
+    given = list(completions)
+    _set(given)
+    task = asyncio.current_task()
+    asked = task.cancelling() if task else 0
+    results: list[Any] = []
+    failure: BaseException | None = None
+    for completion in given:
+        try:
+            results.append(await completion)
+        except asyncio.CancelledError as error:
+            # Of the task, unless it is the completion's own.
+            if not completion.cancelled() or (task and task.cancelling() > asked):
+                raise
+            results.append(error)
+        except Exception as error:
+            results.append(error)
+        else:
+            continue
+        failure = failure or results[-1]
+    if failure is None or return_exceptions:
+        return results
+    try:
+        raise failure
+    finally:
+        # The traceback has this frame, which must not have the failure, nor who has it.
+        del failure, results, completions, given, completion
 
 
 def _next(finished: queue.SimpleQueue[_core.Completion[Any]], deadline: float | None) -> _core.Completion[Any]:
@@ -101,12 +147,12 @@ def _next(finished: queue.SimpleQueue[_core.Completion[Any]], deadline: float | 
 
 
 def _gather(
+    done: set[_core.Completion[Any]],
     pending: set[_core.Completion[Any]],
     finished: queue.SimpleQueue[_core.Completion[Any]],
     deadline: float | None,
     return_when: str,
 ) -> DoneAndNotDone:
-    done: set[_core.Completion[Any]] = set()
     while pending:
         try:
             completion = _next(finished, deadline)
@@ -114,9 +160,8 @@ def _gather(
             break
         pending.discard(completion)
         done.add(completion)
-        if return_when == "FIRST_COMPLETED" and finished.empty():
-            break
-        if return_when == "FIRST_EXCEPTION" and (completion.cancelled() or completion.exception() is not None):
+        # The first to be done are given together.
+        if (return_when != "FIRST_COMPLETED" or finished.empty()) and _is_met(return_when, [completion]):
             break
     return DoneAndNotDone(done, pending)
 
@@ -142,8 +187,8 @@ def _iterate(pending: set[_core.Completion[Any]], deadline: float | None) -> Ite
             yield completion
 
 
-def _settle(future: Any, completion: _core.Completion[Any]) -> None:
-    """Give a future of either kind the end of `completion`."""
+def _settle(future: concurrent.futures.Future[Any], completion: _core.Completion[Any]) -> None:
+    """Give a future the end of `completion`."""
     if completion.cancelled():
         # Seen here, so that it is not reported as lost.
         completion.exception()
@@ -161,77 +206,8 @@ def _settle(future: Any, completion: _core.Completion[Any]) -> None:
         future.set_exception(error)
 
 
-_Due = tuple["asyncio.Future[Any]", "_core.Completion[Any]"]
-
-
-class _Inbox:
-    """What is due for an event loop: it is woken up once for all of it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._due: list[_Due] = []
-        self._woken = False
-
-    def put(self, loop: asyncio.AbstractEventLoop, due: _Due) -> None:
-        with self._lock:
-            self._due.append(due)
-            if self._woken:
-                return
-            self._woken = True
-        self._wake(loop)
-
-    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            loop.call_soon_threadsafe(self._drain, loop)
-        except BaseException as error:
-            # The next that is due wakes it up again.
-            self._woken = False
-            if not isinstance(error, RuntimeError):
-                raise
-            # The loop is closed, and with it everybody who could have waited.
-            self._due = []
-
-    def _drain(self, loop: asyncio.AbstractEventLoop) -> None:
-        with self._lock:
-            due, self._due, self._woken = self._due, [], False
-        while due:
-            future, completion = due.pop(0)
-            try:
-                if not future.done():
-                    _settle(future, completion)
-            finally:
-                if due and sys.exception() is not None:
-                    with self._lock:
-                        self._due, self._woken = due + self._due, True
-                    self._wake(loop)
-
-
-_inboxes_lock = threading.Lock()
-_inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Inbox] = weakref.WeakKeyDictionary()
-
-
-def asyncio_future(completion: _core.Completion[Any]) -> asyncio.Future[Any]:
-    """The completion as a future of the running loop: what `await completion` waits for."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-    if completion.done():
-        _settle(future, completion)
-        return future
-    with _inboxes_lock:
-        inbox = _inboxes.setdefault(loop, _Inbox())
-
-    def tell(completion: _core.Completion[Any]) -> None:
-        inbox.put(loop, (future, completion))
-
-    waiter = completion._add_waiter(tell)
-
-    def forget(future: asyncio.Future[Any]) -> None:
-        # An await that was given up leaves nothing behind.
-        if future.cancelled() and waiter is not None:
-            completion._remove_waiter(waiter)
-
-    future.add_done_callback(forget)
-    return future
+# Of event loops that watch no sockets; others have theirs.
+inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, object] = weakref.WeakKeyDictionary()
 
 
 def concurrent_future(completion: _core.Completion[Any]) -> concurrent.futures.Future[Any]:

@@ -9,13 +9,14 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
 
+use super::awaiting::Await;
 use super::errors::{PyResultExt as _, exception};
 use super::gate::{Buried, Debt, Objects};
 use super::worker::{Outcome, status_object};
 use super::{gate, interruptibly, timeout};
 use crate::completion::{Completion, HookId};
 use crate::error::{Error, Result};
-use crate::executor::CONTINUATIONS;
+use crate::executor::{CONTINUATIONS, Job};
 
 /// The two things that a completion of the core can carry for Python.
 enum Inner {
@@ -24,7 +25,7 @@ enum Inner {
 }
 
 /// How a completion ended, in Python's terms.
-enum Ending {
+pub(super) enum Ending {
     Value(Py<PyAny>),
     Error(PyErr),
 }
@@ -52,6 +53,13 @@ impl Inner {
         match self {
             Inner::Call(completion) => completion.on_done(hook),
             Inner::Notice(completion) => completion.on_done(hook),
+        }
+    }
+
+    fn remove_hook(&self, id: HookId) {
+        match self {
+            Inner::Call(completion) => completion.remove_hook(id),
+            Inner::Notice(completion) => completion.remove_hook(id),
         }
     }
 
@@ -131,7 +139,7 @@ impl Objects for Arc<Inner> {
 }
 
 /// A strand of its own for each thing to tell: they need no order, and must not wait for one another.
-fn strand() -> u64 {
+pub(super) fn strand() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1 << 62);
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
@@ -151,9 +159,31 @@ impl CompletionPy {
             gate::refuse_forked()?;
             interruptibly(py, |interrupted| self.inner.wait_done(limit, interrupted))?;
         }
+        Ok(self.end(py))
+    }
+
+    /// How it ended, for somebody who is to hear of it. It is done.
+    pub(super) fn end(&self, py: Python<'_>) -> Ending {
         self.retrieved.store(true, Ordering::Relaxed);
         // Only the garbage collector takes the result out, of a completion that is seen again by a finalizer at most.
-        Ok(self.inner.ending(py).unwrap_or_else(|| Ending::Error(exception(py, &Error::Shutdown))))
+        self.inner.ending(py).unwrap_or_else(|| Ending::Error(exception(py, &Error::Shutdown)))
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        self.inner.is_done()
+    }
+
+    /// Whether it resolves without Python code of its own.
+    pub(super) fn is_notice(&self) -> bool {
+        matches!(*self.inner, Inner::Notice(_))
+    }
+
+    pub(super) fn on_done(&self, hook: impl FnOnce() + Send + 'static) -> Option<HookId> {
+        self.inner.on_done(hook)
+    }
+
+    pub(super) fn remove_hook(&self, id: HookId) {
+        self.inner.remove_hook(id);
     }
 }
 
@@ -182,10 +212,13 @@ impl Drop for CompletionPy {
         self.inner.on_done(move || {
             if inner.is_failure() {
                 let debt = debt.unwrap_or_else(Debt::new);
-                CONTINUATIONS.submit(strand(), move || {
-                    gate::enter(move |py| inner.report(py));
-                    drop(debt);
-                });
+                CONTINUATIONS.submit(
+                    strand(),
+                    Job::python(move || {
+                        gate::enter(move |py| inner.report(py));
+                        drop(debt);
+                    }),
+                );
             }
         });
     }
@@ -249,7 +282,7 @@ impl CompletionPy {
     }
 
     /// Whether it was cancelled.
-    fn cancelled(&self) -> bool {
+    pub(super) fn cancelled(&self) -> bool {
         let cancelled = |error: Option<&Error>| matches!(error, Some(Error::Cancelled));
         match &*self.inner {
             Inner::Call(completion) => completion.peek(|result| cancelled(result.as_ref().err())),
@@ -291,25 +324,24 @@ impl CompletionPy {
         let debt = Debt::new();
         let id = py.detach(|| {
             inner.on_done(move || {
-                CONTINUATIONS.submit(strand(), move || {
-                    gate::enter(|py| tell(py, both.into_inner(py)));
-                    drop(debt);
-                });
+                CONTINUATIONS.submit(
+                    strand(),
+                    Job::python(move || {
+                        gate::enter(|py| tell(py, both.into_inner(py)));
+                        drop(debt);
+                    }),
+                );
             })
         });
         Ok(id.map(HookId::number))
     }
 
     fn _remove_waiter(&self, py: Python<'_>, number: u64) {
-        py.detach(|| match &*self.inner {
-            Inner::Call(completion) => completion.remove_hook(HookId::from_number(number)),
-            Inner::Notice(completion) => completion.remove_hook(HookId::from_number(number)),
-        });
+        py.detach(|| self.inner.remove_hook(HookId::from_number(number)));
     }
 
-    fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        static WRAP: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-        WRAP.import(slf.py(), "rstream._waiting", "asyncio_future")?.call1((slf,))?.call_method0("__await__")
+    fn __await__(slf: Py<Self>) -> Await {
+        Await::new(slf)
     }
 
     /// A `concurrent.futures.Future` that gets the same result.

@@ -10,14 +10,12 @@ use crate::error::Error;
 
 /// A GPU (`Device(0)`) or a software device (`Device("soft")`, `Device("soft:1")`).
 ///
-/// The first use retains the device's primary context (`cuDevicePrimaryCtxRetain`), the one that torch and CuPy use,
-/// and
-/// keeps it for the life of the process. Devices are equal when they are the same device, and can be hashed and
-/// pickled.
+/// The first use retains the device's primary context (`cuDevicePrimaryCtxRetain`), the one that torch and CuPy
+/// use, and keeps it for the life of the process. Devices are equal when they are the same device, and can be
+/// hashed and pickled.
 ///
-/// Raises `DriverNotFoundError` without a driver, `InvalidValueError` for a device that there is not, `TypeError` for
-/// what
-/// names no device.
+/// Raises `DriverNotFoundError` without a driver, `InvalidValueError` for a device that there is not, `TypeError`
+/// for what names no device.
 #[pyclass(name = "Device", module = "rstream", frozen, eq, hash, weakref)]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct DevicePy(pub(super) Device);

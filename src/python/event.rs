@@ -3,6 +3,7 @@
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
+use super::awaiting::Await;
 use super::completion::CompletionPy;
 use super::device::{DevicePy, device_or_default};
 use super::errors::PyResultExt as _;
@@ -13,8 +14,7 @@ use crate::event::{Event, EventOptions};
 /// A mark that is recorded in a stream and reached when the work before it is done (`cuEventCreate`).
 ///
 /// `timing`: take timestamps for `elapsed_since`. `blocking_sync`: other libraries' waits for it sleep instead of
-/// spinning.
-/// `interprocess`: it can be shared; needs `timing=False`, else `InvalidValueError`.
+/// spinning. `interprocess`: it can be shared; needs `timing=False`, else `InvalidValueError`.
 #[pyclass(name = "Event", module = "rstream", frozen, weakref)]
 pub(super) struct EventPy(pub(super) Event);
 
@@ -100,13 +100,13 @@ impl EventPy {
         call(py, |api| self.0.completion(api)).map(CompletionPy::notice)
     }
 
-    fn __await__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        Bound::new(py, self.completion(py)?)?.call_method0("__await__")
+    fn __await__(&self, py: Python<'_>) -> PyResult<Await> {
+        Ok(Await::new(Py::new(py, self.completion(py)?)?))
     }
 
-    /// Give the event up. Returns at once; waits that are queued for it are not affected.
-    fn close(&self) {
-        self.0.close();
+    /// Give the event up (`cuEventDestroy`). Waits that are queued for it are not affected.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.0.close());
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -115,7 +115,7 @@ impl EventPy {
 
     #[pyo3(signature = (*_exception))]
     fn __exit__(&self, _exception: &Bound<'_, pyo3::types::PyTuple>) {
-        self.0.close();
+        self.close(_exception.py());
     }
 
     fn __repr__(&self) -> String {

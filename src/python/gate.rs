@@ -22,7 +22,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::completion::INTERRUPT_CHECK;
-use crate::executor::CONTINUATIONS;
+use crate::executor::{CONTINUATIONS, Job};
 
 /// A function of CPython's as one that may unwind, which it does in one case: `pthread_exit` inside of it. Hidden from the
 /// optimizer: it knows the function as one that does not, and would leave the guard out.
@@ -147,11 +147,21 @@ thread_local! {
     static IN_PLACE: Cell<bool> = const { Cell::new(false) };
 }
 
+/// Runs `f`. What is [`Buried`] and dropped by it is let go of here: this thread is attached.
+pub(super) fn in_place<R>(_attached: Python<'_>, f: impl FnOnce() -> R) -> R {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            IN_PLACE.set(self.0);
+        }
+    }
+    let _restore = Restore(IN_PLACE.replace(true));
+    f()
+}
+
 /// Drops `value`, and what is [`Buried`] in it, here: this thread is attached.
-pub(super) fn drop_attached<T>(_attached: Python<'_>, value: T) {
-    let before = IN_PLACE.replace(true);
-    drop(value);
-    IN_PLACE.set(before);
+pub(super) fn drop_attached<T>(attached: Python<'_>, value: T) {
+    in_place(attached, || drop(value));
 }
 
 static GRAVE: Mutex<Vec<Py<PyAny>>> = Mutex::new(Vec::new());
@@ -185,7 +195,7 @@ impl<T: Objects> Drop for Buried<T> {
         const STRAND: u64 = 1 << 61;
         let Some(value) = self.0.take() else { return };
         if IN_PLACE.get() {
-            // `Some`: `drop_attached` says that this thread is attached.
+            // `Some`: `in_place` says that this thread is attached.
             Python::try_attach(|py| let_go(py, value));
             return;
         }
@@ -199,12 +209,15 @@ impl<T: Objects> Drop for Buried<T> {
         if first && !waiting.is_empty() {
             drop(waiting);
             // One entry for all that comes until it has the GIL.
-            CONTINUATIONS.submit(STRAND, || {
-                enter(|py| {
-                    let dead = std::mem::take(&mut *grave());
-                    dead.into_iter().for_each(|object| let_go(py, object));
-                });
-            });
+            CONTINUATIONS.submit(
+                STRAND,
+                Job::python(|| {
+                    enter(|py| {
+                        let dead = std::mem::take(&mut *grave());
+                        dead.into_iter().for_each(|object| let_go(py, object));
+                    });
+                }),
+            );
         }
     }
 }
@@ -268,10 +281,13 @@ fn or_park<R>(inside: impl FnOnce() -> R) -> R {
             }
         }
     }
+    // What foreign code drops, in calls of this API too, is not rstream's to let go of in place.
+    let in_place = IN_PLACE.replace(false);
     let park = Park;
     let result = inside();
     // It returned, so this thread was not ended.
     std::mem::forget(park);
+    IN_PLACE.set(in_place);
     result
 }
 

@@ -4,6 +4,7 @@
 //! half of the package (arrays, exceptions, waiting for many) is Python, in `python/rstream/`.
 
 mod attributes;
+mod awaiting;
 mod capture;
 mod completion;
 mod device;
@@ -84,7 +85,7 @@ mod _core {
 
     #[pymodule_init]
     fn init(_module: &super::Bound<'_, super::PyModule>) -> super::PyResult<()> {
-        crate::poller::set_batch(super::worker::batch);
+        crate::executor::set_batch(super::worker::batch);
         Ok(())
     }
 
@@ -123,7 +124,7 @@ const POLICIES: [(&str, WaitPolicy); 3] =
 
 /// Set how the thread that polls for the memory signal waits, for the whole process.
 ///
-/// `"adaptive"` spins for 50 us, then sleeps for an eighth of the time waited so far, at most 1 ms; `"spin"` spins,
+/// `"adaptive"` spins for 50 us, then sleeps for an eighth of the time waited so far, at most 2 ms; `"spin"` spins,
 /// which takes a core while host code is queued; `"sleep"` never spins. With nothing queued it sleeps under each. The
 /// environment variable `RSTREAM_WAIT_POLICY` sets it for a process. Raises `InvalidValueError` for another.
 #[pyfunction]

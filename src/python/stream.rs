@@ -9,6 +9,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
 
 use super::attributes::StreamAttributesPy;
+use super::awaiting::Await;
 use super::call;
 use super::capture::{CapturePy, status_name};
 use super::completion::CompletionPy;
@@ -36,16 +37,14 @@ pub(super) fn clamped(priority: i64) -> i32 {
 /// A queue of work for a device (`cuStreamCreateWithPriority`).
 ///
 /// `device` is a `Device` or what `Device()` takes; by default `default_device()`. A stream is non-blocking unless
-/// asked
-/// otherwise: it does not synchronize with the legacy default stream. `priority` is clamped to
-/// `device.priority_range`. `signal` says how the host is told that a point was reached: `"driver"` is the driver's own
-/// callbacks, `"auto"` the best that there is.
+/// asked otherwise: it does not synchronize with the legacy default stream. `priority` is clamped to
+/// `device.priority_range`. `signal` says how the host is told that a point was reached: `"memory"` by a number that
+/// the stream writes, `"driver"` by the driver's own callbacks, `"auto"` by the first on a GPU that can.
 ///
 /// What a stream knows about itself is read once, so its properties, `repr`, `==` and `hash` never call the driver.
-/// Every
-/// method that calls the driver releases the GIL, and raises `NotPermittedError` inside a callback or host function,
-/// `ClosedError` on a closed stream and, where it has no form in a capture, `CaptureUnsupportedError` while the stream
-/// captures.
+/// Every method that calls the driver releases the GIL, and raises `NotPermittedError` inside a callback or host
+/// function, `ClosedError` on a closed stream and, where it has no form in a capture, `CaptureUnsupportedError`
+/// while the stream captures.
 #[pyclass(name = "Stream", module = "rstream", frozen, weakref)]
 pub(super) struct StreamPy(pub(super) Stream);
 
@@ -138,10 +137,8 @@ impl StreamPy {
     /// A stream of another library, which is kept alive and never destroyed by rstream.
     ///
     /// `obj` has `__cuda_stream__`, or is a stream of torch, CuPy or Numba, or a handle as an integer, which then has
-    /// to
-    /// stay valid. Raises `TypeError` for what is no stream, `InvalidValueError` for a stream of another context than
-    /// the
-    /// device's primary one.
+    /// to stay valid. Raises `TypeError` for what is no stream, `InvalidValueError` for a stream of another context
+    /// than the device's primary one.
     #[staticmethod]
     #[pyo3(signature = (obj, device=None))]
     pub(super) fn from_external<'py>(
@@ -248,9 +245,8 @@ impl StreamPy {
     /// Wait until all work queued so far is done.
     ///
     /// `timeout` is in seconds; when it runs out, `WaitTimeoutError` (a `TimeoutError`) is raised, and the stream can
-    /// be
-    /// waited for again. Ctrl-C ends the wait. Raises `InvalidValueError` for a negative time-out, `DeviceFaultError`
-    /// after a fault.
+    /// be waited for again. Ctrl-C ends the wait. Raises `InvalidValueError` for a negative time-out,
+    /// `DeviceFaultError` after a fault.
     #[pyo3(signature = (timeout=None))]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = self::timeout(timeout).py(py)?;
@@ -260,12 +256,9 @@ impl StreamPy {
     /// Make later work wait for an event, or for all that is queued on another stream so far (`cuStreamWaitEvent`).
     ///
     /// If the other stream captures, or the event was recorded in a capture, this stream takes part in that capture
-    /// from
-    /// then on. A stream that captures can wait for what is in its own capture only, or with `external=True` for an
-    /// event
-    /// as it is recorded at each launch of the graph (`CU_EVENT_WAIT_EXTERNAL`). Raises a `CaptureError` that says
-    /// which
-    /// rule would have been broken.
+    /// from then on. A stream that captures can wait for what is in its own capture only, or with `external=True` for
+    /// an event as it is recorded at each launch of the graph (`CU_EVENT_WAIT_EXTERNAL`). Raises a `CaptureError` that
+    /// says which rule would have been broken.
     #[pyo3(signature = (event_or_stream, *, external=false))]
     fn wait(&self, py: Python<'_>, event_or_stream: &Bound<'_, PyAny>, external: bool) -> PyResult<()> {
         if let Ok(event) = event_or_stream.cast::<EventPy>() {
@@ -330,11 +323,10 @@ impl StreamPy {
     /// A capture of this stream, to be begun by `with`: what is queued inside becomes nodes of a graph.
     ///
     /// `mode` says which 'potentially unsafe' calls (`cudaMalloc`, `cudaEventQuery`, …) break the capture while it
-    /// lasts:
-    /// those of this thread and of others (`"global"`), of this thread (`"thread_local"`), or none (`"relaxed"`). What
-    /// rstream itself calls never does. With `graph`, nodes go into that graph, the first ones behind its nodes
-    /// `dependencies`. Those that were captured before it is abandoned stay; if the capture breaks, or ends with work
-    /// that was not joined, that graph is gone (`cuStreamBeginCapture`, `cuStreamBeginCaptureToGraph`).
+    /// lasts: those of this thread and of others (`"global"`), of this thread (`"thread_local"`), or none
+    /// (`"relaxed"`). What rstream itself calls never does. With `graph`, nodes go into that graph, the first ones
+    /// behind its nodes `dependencies`. Those that were captured before it is abandoned stay; if the capture breaks, or
+    /// ends with work that was not joined, that graph is gone (`cuStreamBeginCapture`, `cuStreamBeginCaptureToGraph`).
     #[pyo3(signature = (*, mode="global", graph=None, dependencies=None))]
     fn capture(
         &self,
@@ -396,8 +388,8 @@ impl StreamPy {
     /// Queue a callback: `fn(status, *args, **kwargs)` runs once when all work before is done.
     ///
     /// Later work waits until it returns. After a device fault it runs too, with the fault's status. It must not call
-    /// the
-    /// API (`cuStreamAddCallback`). When the enqueue fails, its references are dropped before the exception is raised.
+    /// the API (`cuStreamAddCallback`). When the enqueue fails, its references are dropped before the exception is
+    /// raised.
     #[pyo3(signature = (r#fn, /, *args, **kwargs))]
     fn add_callback(
         &self,
@@ -455,11 +447,11 @@ impl StreamPy {
 
     /// Queue a native function: it runs once when all work before is done, without the GIL.
     ///
-    /// `address` is that of a C function `void f(void *user_data)`, or with `status=True`
-    /// `void f(uint32_t status, void *user_data)`: from ctypes, cffi, a Numba `@cfunc` or a library. Later work waits
-    /// until it returns. It must not call the API. With `status` it runs after a device fault too, with the code of the
-    /// fault; without, it does not run then, and its completion raises the error. `keep_alive` is kept until it has
-    /// run. A wrong address crashes the process. Raises `InvalidValueError` for address 0.
+    /// `address` is that of a C function `void f(void *user_data)`, or with `status=True` `void f(uint32_t status, void
+    /// *user_data)`: from ctypes, cffi, a Numba `@cfunc` or a library. Later work waits until it returns. It must not
+    /// call the API. With `status` it runs after a device fault too, with the code of the fault; without, it does not
+    /// run then, and its completion raises the error. `keep_alive` is kept until it has run. A wrong address crashes
+    /// the process. Raises `InvalidValueError` for address 0.
     #[pyo3(signature = (address, user_data=0, *, keep_alive=None, status=false))]
     fn add_native_callback(
         &self,
@@ -502,8 +494,8 @@ impl StreamPy {
         call(py, |api| self.0.completion(api)).map(CompletionPy::notice)
     }
 
-    fn __await__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        Bound::new(py, self.completion(py)?)?.call_method0("__await__")
+    fn __await__(&self, py: Python<'_>) -> PyResult<Await> {
+        Ok(Await::new(Py::new(py, self.completion(py)?)?))
     }
 
     /// Queue a copy of all bytes of `src` to `dst` (`cuMemcpyAsync`).
@@ -512,9 +504,8 @@ impl StreamPy {
     ///
     /// Each is a C-contiguous NumPy array, an array of rstream, or an object with `__cuda_array_interface__`; they have
     /// the same number of bytes, whatever their shapes and dtypes. A copy from ordinary (pageable) NumPy memory reads
-    /// it
-    /// before the call returns or soon after; one into it returns when the copy is done. Raises `InvalidValueError` for
-    /// sizes that differ, a read-only `dst`, memory that is not contiguous or of another device; `TypeError` for
+    /// it before the call returns or soon after; one into it returns when the copy is done. Raises `InvalidValueError`
+    /// for sizes that differ, a read-only `dst`, memory that is not contiguous or of another device; `TypeError` for
     /// another object.
     fn copy(slf: &Bound<'_, Self>, dst: &Bound<'_, PyAny>, src: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = slf.py();
@@ -542,9 +533,9 @@ impl StreamPy {
         call(py, move |api| unsafe { stream.fill_raw(api, to.address, pattern, count, Buried::new(to.keep)) })
     }
 
-    /// Give the stream up (`cuStreamDestroy`, on a background thread). Returns at once; queued work still runs.
-    fn close(&self) {
-        self.0.close();
+    /// Give the stream up (`cuStreamDestroy`), without waiting: queued work still runs.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.0.close());
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -553,7 +544,7 @@ impl StreamPy {
 
     #[pyo3(signature = (*_exception))]
     fn __exit__(&self, _exception: &Bound<'_, PyTuple>) {
-        self.0.close();
+        self.close(_exception.py());
     }
 
     /// The protocol by which other libraries take the stream: `(0, handle)`.

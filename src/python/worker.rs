@@ -16,8 +16,7 @@ use pyo3::types::{PyDict, PyTuple};
 use super::gate::{self, Buried, Debt, Objects, Slot, drop_attached};
 use crate::api::callback_scope;
 use crate::error::Status;
-use crate::executor::CALLBACKS;
-use crate::poller::is_poller;
+use crate::executor::{CALLBACKS, Job as Task, is_own};
 
 static RAISED: AtomicU64 = AtomicU64::new(0);
 
@@ -37,7 +36,7 @@ pub(crate) enum Outcome {
 
 /// Runs several pieces of Python host code under one entry into the interpreter; without one when it is going.
 pub(super) fn batch(all: &mut dyn FnMut()) {
-    if gate::enter(|_| all()).is_none() {
+    if gate::enter(|py| gate::in_place(py, &mut *all)).is_none() {
         all();
     }
 }
@@ -79,7 +78,7 @@ fn run_ordered<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> O
     let strand = STRAND.with(|strand| *strand);
     let slot = Arc::new(Slot::new());
     let unrun = Unrun(Some(Arc::clone(&slot)));
-    CALLBACKS.submit(strand, move || unrun.put(callback_scope(job)));
+    CALLBACKS.submit(strand, Task::python(move || unrun.put(callback_scope(job))));
     slot.wait().flatten()
 }
 
@@ -131,9 +130,9 @@ impl Job {
         self.run(None)
     }
 
-    /// As `run`, as a callback. On a thread that polls, here; on the driver's callback thread, by a worker.
+    /// As `run`, as a callback. On a thread of rstream's own, here; on the driver's callback thread, by a worker.
     pub(super) fn run_ordered(self, status: Option<Status>) -> Outcome {
-        if is_poller() {
+        if is_own() {
             return self.run(status);
         }
         run_ordered(move || self.run(status)).unwrap_or(Outcome::Shutdown)
