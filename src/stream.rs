@@ -497,7 +497,8 @@ impl Stream {
         if self.inner.by_memory { Signal::Memory } else { Signal::Driver }
     }
 
-    /// How many pieces of host code were queued through this handle and its clones and are not resolved yet.
+    /// How many pieces of host code were queued through this handle and its clones and have not ended. One that was
+    /// cancelled has when the stream gets there.
     #[must_use]
     pub fn pending(&self) -> usize {
         self.inner.pending.count()

@@ -410,6 +410,9 @@ def test_gather_gives_results_in_order_and_the_first_failure_when_all_are_done(s
                 await waiting
             assert not late.cancelled()
         assert await late == 0
+        leaves = stream.then(sys.exit, 3)
+        results = await rs.gather([leaves, good], return_exceptions=True)
+        assert [type(result) for result in results] == [SystemExit, int]
         with pytest.raises(TypeError, match="is no Completion"):
             await rs.gather([good, 1])
 

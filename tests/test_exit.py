@@ -289,3 +289,28 @@ def test_a_stream_waits_for_no_callback_that_the_exit_has_cut_off(program):
         RSTREAM_EXIT_TIMEOUT="0.1",
     )
     assert out == "went on\n"
+
+
+@pytest.mark.parametrize("signal", ["memory", "driver"])
+@pytest.mark.parametrize("kind", ["then", "add_callback"])
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("pass", 0), ("sys.exit(5)", 5), ("raise LookupError('in the child')", 1)],
+    ids=["return", "exit", "raise"],
+)
+def test_a_child_that_host_code_forked_ends_with_the_function(program, signal, kind, end, status):
+    program(
+        f"""
+        import os, sys
+        def fork(*_status):
+            child = os.fork()
+            if child == 0:
+                {end}
+            return child
+
+        stream = rs.Stream(signal={signal!r})
+        child = stream.{kind}(fork).result(30)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == {status}
+        assert stream.then(int).result(30) == 0
+        """
+    )

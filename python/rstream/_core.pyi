@@ -222,7 +222,10 @@ class Stream:
 
     @property
     def pending(self) -> int:
-        """How many pieces of host code were queued through this object and are not resolved yet."""
+        """How many pieces of host code were queued through this object and have not ended.
+
+        A cancelled one ends when the stream gets there.
+        """
 
     def query(self) -> bool:
         """Whether all queued work is done (`cuStreamQuery`). Raises `DeviceFaultError` after a fault."""

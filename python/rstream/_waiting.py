@@ -115,16 +115,16 @@ async def gather(completions: Iterable[_core.Completion[Any]], *, return_excepti
     for completion in given:
         try:
             results.append(await completion)
-        except asyncio.CancelledError as error:
-            # Of the task, unless it is the completion's own.
-            if not completion.cancelled() or (task and task.cancelling() > asked):
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                # Of the task, unless it is the completion's own.
+                own = completion.cancelled() and not (task and task.cancelling() > asked)
+            else:
+                own = isinstance(error, Exception) or (completion.done() and completion.exception() is error)
+            if not own:
                 raise
             results.append(error)
-        except Exception as error:
-            results.append(error)
-        else:
-            continue
-        failure = failure or results[-1]
+            failure = failure or error
     if failure is None or return_exceptions:
         return results
     try:

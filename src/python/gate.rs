@@ -16,13 +16,13 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PySystemExit};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use crate::completion::INTERRUPT_CHECK;
-use crate::executor::{CONTINUATIONS, Job};
+use crate::executor::{CONTINUATIONS, Job, is_own};
 
 /// A function of CPython's as one that may unwind, which it does in one case: `pthread_exit` inside of it. Hidden from the
 /// optimizer: it knows the function as one that does not, and would leave the guard out.
@@ -322,7 +322,32 @@ pub(super) fn call<'py>(
     // SAFETY: attached, as `Bound` proves; the three objects live through the call; kwargs may be NULL.
     let raw = or_park(|| unsafe { entry(callable.as_ptr(), args.as_ptr(), kwargs) });
     // SAFETY: the result is a new reference, or NULL with an exception set.
-    unsafe { Bound::from_owned_ptr_or_err(callable.py(), raw) }
+    let result = unsafe { Bound::from_owned_ptr_or_err(callable.py(), raw) };
+    #[cfg(unix)]
+    if is_forked() && is_own() {
+        end_child(callable, result.map(drop));
+    }
+    result
+}
+
+/// Ends a child that was forked by host code, when that has returned in it: the thread has nothing to go on with there, nor
+/// any other to wait for it. Without the handlers of an exit, which are the parent's.
+#[cfg(unix)]
+fn end_child(callable: &Bound<'_, PyAny>, result: PyResult<()>) -> ! {
+    let py = callable.py();
+    let status = match result {
+        Ok(()) => 0,
+        Err(error) if error.is_instance_of::<PySystemExit>(py) => {
+            let code = error.value(py).getattr("code");
+            code.map_or(1, |code| if code.is_none() { 0 } else { code.extract().unwrap_or(1) })
+        }
+        Err(error) => {
+            report(py, error, Some(callable));
+            1
+        }
+    };
+    // SAFETY: ends the process.
+    unsafe { libc::_exit(status) }
 }
 
 /// Whether this process is a child of `fork`, in which rstream does nothing.

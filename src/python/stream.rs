@@ -231,7 +231,9 @@ impl StreamPy {
         self.0.is_closed()
     }
 
-    /// How many pieces of host code were queued through this object and are not resolved yet.
+    /// How many pieces of host code were queued through this object and have not ended.
+    ///
+    /// A cancelled one ends when the stream gets there.
     #[getter]
     fn pending(&self) -> usize {
         self.0.pending()
