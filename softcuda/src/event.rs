@@ -35,6 +35,8 @@ pub unsafe extern "C" fn cuEventCreate(out: *mut CUevent, flags: c_uint) -> c_ui
 
 pub unsafe extern "C" fn cuEventDestroy_v2(event: CUevent) -> c_uint {
     call("cuEventDestroy_v2", || {
+        let context = system::lock().events.get(&(event as usize)).ok_or(INVALID_HANDLE)?.context;
+        let _submission = system::submission(context);
         let mut system = system::lock();
         let state = system.events.remove(&(event as usize)).ok_or(INVALID_HANDLE)?;
         system.sound(state.context)

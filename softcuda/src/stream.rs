@@ -123,6 +123,8 @@ fn create(out: *mut CUstream, flags: c_uint, priority: c_int) -> Answer {
 
 pub unsafe extern "C" fn cuStreamDestroy_v2(stream: CUstream) -> c_uint {
     call("cuStreamDestroy_v2", || {
+        let id = *system::lock().handles.get(&(stream as usize)).ok_or(INVALID_HANDLE)?;
+        let _submission = system::submission_of(id);
         let mut system = system::lock();
         let id = system.handles.remove(&(stream as usize)).ok_or(INVALID_HANDLE)?;
         let sound = system.sound_stream(id);
@@ -135,6 +137,9 @@ pub unsafe extern "C" fn cuStreamDestroy_v2(stream: CUstream) -> c_uint {
 pub unsafe extern "C" fn cuStreamQuery(stream: CUstream) -> c_uint {
     call("cuStreamQuery", || {
         let id = resolve(stream)?;
+        let crowded = system::lock().streams.get(&id).is_some_and(|state| state.crowded);
+        // Beside somebody who waits for room on this stream, not on another, the real driver waits as well (measured).
+        drop(crowded.then(|| system::submission_of(id)));
         let mut system = system::lock();
         system.host_asks(id)?;
         if system.all_done(id) { Ok(()) } else { Err(NOT_READY) }

