@@ -22,7 +22,10 @@ use crate::completion::shield;
 const PATIENCE: Duration = Duration::from_micros(500);
 /// How long a worker stays with one strand while others are ready.
 const TURN: Duration = Duration::from_micros(200);
-/// Jobs that come as soon as this after others, or after one another, belong to a flood.
+/// Jobs that come as soon as this after the last turn may belong to a flood: whoever queues them may have waited for the
+/// GIL, and to be woken up.
+const RECENT: Duration = Duration::from_millis(1);
+/// Those of a flood come as soon as this one after another.
 const NEAR: Duration = Duration::from_micros(20);
 /// Continuations may block on one another; this many can at the same time.
 const MOST_THREADS: usize = 256;
@@ -182,7 +185,7 @@ impl Executor {
                     self.call_a_worker(pool);
                 }
                 drop(guard);
-                if since.saturating_duration_since(last) < NEAR {
+                if since.saturating_duration_since(last) < RECENT {
                     self.gather(strand, &mut jobs);
                 }
                 let turn = Instant::now();
