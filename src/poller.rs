@@ -137,6 +137,8 @@ fn stand_by() {
         if nobody || taken {
             let lanes = std::mem::take(&mut watched.lanes);
             TURN.store(turn + 1, Ordering::Release);
+            // There may be another that stands by and was not told to look at the clock: this one was.
+            HOT_NOW.store(false, Ordering::Release);
             if watched.standing_by == 0 && watched.threads < MOST_THREADS {
                 start(watched);
             }
