@@ -80,7 +80,8 @@ RULES = (
     Rule("T5 latency, idle stream", 0.5, peer=True),
     Rule("T6 continuation, per item", 1.5, floor="callback_each"),
     Rule("T6 continuation, per item", 0.25, peer=True),
-    Rule("T7 await, one", 0.3, peer=True),
+    Rule("T7 await, idle stream", 0.3, peer=True),
+    Rule("T7 await, behind a 20 us kernel", 0.3, peer=True),
     Rule("T7 await, gathered", 0.3, peer=True),
     Rule("T7 await, gathered by asyncio", 0.3, peer=True),
     Rule("T8 query", 1, peer=True),
@@ -256,13 +257,16 @@ def notifications(bench: Bench) -> None:
             bench.note("T6 continuation, per item", f"rstream {signal}", bench.each(5000, work, lambda: rs.wait(last)))
 
 
+AWAITS = tuple(rule.row for rule in RULES if rule.row.startswith("T7"))
+
+
 def looped(bench: Bench, run: Callable[[int], Coroutine[Any, Any, None]]) -> float:
     """Microseconds for one of what a coroutine does, in an event loop of its own."""
     return bench.each(2000, lambda count: asyncio.run(run(count)), nothing)
 
 
 def awaits(bench: Bench) -> None:
-    """T7."""
+    """T7. What is gathered is queued while the stream is held, so that all of it is waited for."""
     for signal in SIGNALS:
         with rs.Stream(bench.device, signal=signal) as stream:
 
@@ -270,47 +274,65 @@ def awaits(bench: Bench) -> None:
                 for _ in range(count):
                     await stream.completion()
 
+            async def one_behind(count: int) -> None:
+                for _ in range(count):
+                    rs.testing.spin(stream, 20)
+                    await stream.completion()
+
+            def queued(count: int) -> list[rs.Completion[None]]:
+                with rs.testing.hold(stream):
+                    return [stream.completion() for _ in range(count)]
+
             async def many(count: int) -> None:
-                await rs.gather([stream.completion() for _ in range(count)])
+                await rs.gather(queued(count))
 
             async def many_tasks(count: int) -> None:
-                await asyncio.gather(*[stream.completion() for _ in range(count)])
+                await asyncio.gather(*queued(count))
 
-            for name, run in (("one", one), ("gathered", many), ("gathered by asyncio", many_tasks)):
-                figure = looped(bench, run)
-                bench.note(f"T7 await, {name}", f"rstream {signal}", figure)
+            for row, run in zip(AWAITS, (one, one_behind, many, many_tasks), strict=True):
+                bench.note(row, f"rstream {signal}", looped(bench, run))
 
     with rs.Stream(bench.device) as stream:
 
-        async def one_in_executor(count: int) -> None:
+        async def in_executor(count: int, kernel: float = 0) -> None:
             loop = asyncio.get_running_loop()
             for _ in range(count):
+                if kernel:
+                    rs.testing.spin(stream, kernel)
                 await loop.run_in_executor(None, stream.synchronize)
 
         async def all_in_executor(count: int) -> None:
             loop = asyncio.get_running_loop()
-            await asyncio.gather(*[loop.run_in_executor(None, stream.synchronize) for _ in range(count)])
+            with rs.testing.hold(stream):
+                futures = [loop.run_in_executor(None, stream.synchronize) for _ in range(count)]
+            await asyncio.gather(*futures)
 
-        async def polled() -> None:
+        async def polled(kernel: float = 0) -> None:
+            if kernel:
+                rs.testing.spin(stream, kernel)
             event = stream.record()
             while not event.query():
                 await asyncio.sleep(0)
 
-        async def one_polled(count: int) -> None:
+        async def polling(count: int, kernel: float = 0) -> None:
             for _ in range(count):
-                await polled()
+                await polled(kernel)
 
-        async def all_polled(count: int) -> None:
-            await asyncio.gather(*[polled() for _ in range(count)])
+        async def all_polling(count: int) -> None:
+            with rs.testing.hold(stream):
+                tasks = [asyncio.create_task(polled()) for _ in range(count)]
+                # Each records its event.
+                await asyncio.sleep(0)
+            await asyncio.gather(*tasks)
 
         for peer, single, every in (
-            ("run_in_executor", one_in_executor, all_in_executor),
-            ("event polling", one_polled, all_polled),
+            ("run_in_executor", in_executor, all_in_executor),
+            ("event polling", polling, all_polling),
         ):
-            bench.note("T7 await, one", peer, looped(bench, single))
-            figure = looped(bench, every)
-            bench.note("T7 await, gathered", peer, figure)
-            bench.note("T7 await, gathered by asyncio", peer, figure)
+            runs = (single, functools.partial(single, kernel=20), every)
+            figures = [looped(bench, run) for run in runs]
+            for row, figure in zip(AWAITS, (*figures, figures[-1]), strict=True):
+                bench.note(row, peer, figure)
 
 
 def idle(bench: Bench) -> None:

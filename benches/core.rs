@@ -11,7 +11,7 @@ use rstream::{Api, Completion, Device, Event, EventOptions, Signal, Stream, test
 
 use common::{CALLS, Enqueue, KINDS, SIGNALS, new_stream};
 
-/// So many are queued at a time. More than 256 on one stream would leave the memory signal.
+/// So many are queued at a time. More than 500 on one stream would leave the memory signal.
 const BATCH: u64 = 200;
 
 /// Which part of the way is timed.

@@ -11,7 +11,7 @@ use rstream::{Api, Completion, Device, Event, EventOptions, Stream, testing};
 
 use common::{CALLS, Call, Enqueue, KINDS, SIGNALS, new_stream};
 
-/// So many are queued in a round: fewer than the 256 beyond which a stream leaves the memory signal.
+/// So many are queued in a round: fewer than the 500 beyond which a stream leaves the memory signal.
 const BATCH: usize = 100;
 
 /// Callgrind finds it by its name, and counts what is done in it.

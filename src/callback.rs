@@ -19,10 +19,10 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use cudarc::driver::sys::CUstream;
 
 use crate::api::{Api, callback_scope};
-use crate::completion::{Outcome, Promise, shield};
+use crate::completion::{self, Completion, Outcome, Promise, shield};
 use crate::device::Device;
 use crate::error::{Error, Result, Status};
-use crate::executor::{CONTINUATIONS, Follow, Job};
+use crate::executor::{CONTINUATIONS, Job};
 use crate::lane::{Again, Code, Due, Lane, Once};
 use crate::stream::{RawStream, Stream};
 
@@ -45,16 +45,13 @@ pub(crate) trait HostCode: Send + 'static {
     fn reached(self, status: Status, ticket: Ticket);
 }
 
-/// How many pieces of host code a stream was offered, and how many are not resolved yet.
+/// How many pieces of host code of a stream are not resolved yet.
 #[derive(Default)]
-pub(crate) struct Pending {
-    count: AtomicUsize,
-    offered: Arc<AtomicU64>,
-}
+pub(crate) struct Pending(AtomicUsize);
 
 impl Pending {
     pub(crate) fn count(&self) -> usize {
-        self.count.load(Ordering::Acquire)
+        self.0.load(Ordering::Acquire)
     }
 }
 
@@ -91,19 +88,12 @@ pub fn stats() -> Stats {
 /// Counts one piece of host code as pending from its enqueue until it is resolved, and how it ended.
 pub(crate) struct Ticket {
     pending: Arc<Pending>,
-    /// Its number among those that the stream was offered.
-    number: u64,
 }
 
 impl Ticket {
     fn new(pending: &Arc<Pending>) -> Ticket {
-        pending.count.fetch_add(1, Ordering::AcqRel);
-        let number = pending.offered.fetch_add(1, Ordering::Relaxed) + 1;
-        Ticket { pending: Arc::clone(pending), number }
-    }
-
-    fn follow(&self) -> Follow {
-        Follow { number: self.number, offered: Arc::clone(&self.pending.offered) }
+        pending.0.fetch_add(1, Ordering::AcqRel);
+        Ticket { pending: Arc::clone(pending) }
     }
 
     /// Records how it ended. Called before the result can be seen, so that whoever sees it sees the counts.
@@ -123,7 +113,7 @@ fn count(outcome: Outcome) {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        self.pending.count.fetch_sub(1, Ordering::AcqRel);
+        self.pending.0.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -212,7 +202,6 @@ where
     fn reached(self, status: Status, ticket: Ticket) {
         let Continuation { f, promise, strand } = self;
         promise.reached(status);
-        let follow = ticket.follow();
         // The closure is dropped on the worker as well: what it owns may want to block.
         let run = move || {
             if !status.ok() {
@@ -222,7 +211,7 @@ where
             let run = move || Api::attach(f).expect("a worker runs no callbacks");
             promise.run(run, |outcome| ticket.ended(outcome));
         };
-        CONTINUATIONS.submit(strand, Job::of_stream(Self::enters_python(), follow, run));
+        CONTINUATIONS.submit(strand, Job::new(Self::enters_python(), run));
     }
 }
 
@@ -244,6 +233,13 @@ impl HostCode for Notice {
             fail(self.promise, ticket, Error::Fault { status });
         }
     }
+}
+
+/// The point of a stream that is idle.
+pub(crate) fn reached_already() -> Completion<()> {
+    count_accepted::<Notice>();
+    count(Outcome::Ran);
+    completion::resolved(Status::SUCCESS, ())
 }
 
 fn fail<T>(promise: Promise<T>, ticket: Ticket, error: Error) {
@@ -273,6 +269,14 @@ fn is_pythons(result: TypeId) -> bool {
     outcome == Some(result)
 }
 
+/// A stream has taken a piece of host code.
+fn count_accepted<C: HostCode>() {
+    ACCEPTED.fetch_add(1, Ordering::Relaxed);
+    if !C::ORDERED && C::enters_python() {
+        CONTINUATIONS.announce();
+    }
+}
+
 /// Queues `code` by the memory signal: see [`crate::lane`]. As [`enqueue`] otherwise.
 pub(crate) fn enqueue_on_lane<C: HostCode>(
     lane: &Arc<Lane>,
@@ -285,7 +289,7 @@ pub(crate) fn enqueue_on_lane<C: HostCode>(
     let due = Due { code: Code::Once(packet), ordered: C::ORDERED, python: C::enters_python() };
     let (error, due) = match lane.enqueue(stream, due) {
         Ok(()) => {
-            ACCEPTED.fetch_add(1, Ordering::Relaxed);
+            count_accepted::<C>();
             return Ok(());
         }
         Err(refused) => refused,
@@ -313,6 +317,11 @@ struct Behind<C> {
 
 impl<C: HostCode> HostCode for Behind<C> {
     const ORDERED: bool = C::ORDERED;
+
+    fn enters_python() -> bool {
+        C::enters_python()
+    }
+
     const ACT: &'static str = C::ACT;
     const REMEDY: &'static str = C::REMEDY;
 
@@ -343,7 +352,7 @@ fn enqueue_ticket<C: HostCode>(device: Device, stream: CUstream, ticket: Ticket,
         unsafe { device.driver().cuStreamAddCallback(stream, Some(trampoline::<C>), packet.cast::<c_void>(), 0) };
     match accepted {
         Ok(()) => {
-            ACCEPTED.fetch_add(1, Ordering::Relaxed);
+            count_accepted::<C>();
             Ok(())
         }
         Err(error) => {
@@ -390,7 +399,7 @@ impl Reusable {
 impl Again for Reusable {
     fn reached(&self, status: Status) {
         count(self.run(status));
-        self.pending.count.fetch_sub(1, Ordering::AcqRel);
+        self.pending.0.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -433,7 +442,7 @@ impl ReusableCallback {
         let ready = self.stream.ready(api, CALLBACK.0, CALLBACK.1)?;
         let (device, shared) = (self.stream.device(), &self.shared);
         // Given up again when it is refused.
-        shared.pending.count.fetch_add(1, Ordering::AcqRel);
+        shared.pending.0.fetch_add(1, Ordering::AcqRel);
         let queued = match lane {
             Some(lane) => {
                 let due = Due { code: Code::Again(Arc::clone(shared) as _), ordered: true, python: false };
@@ -445,7 +454,7 @@ impl ReusableCallback {
             ACCEPTED.fetch_add(1, Ordering::Relaxed);
             return Ok(());
         };
-        shared.pending.count.fetch_sub(1, Ordering::AcqRel);
+        shared.pending.0.fetch_sub(1, Ordering::AcqRel);
         match (error, lane) {
             // As in `enqueue_on_lane`.
             (None, Some(lane)) => {

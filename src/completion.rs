@@ -60,6 +60,12 @@ struct Shared<T> {
 }
 
 impl<T> Shared<T> {
+    fn new(phase: Phase<T>, status: Option<Status>) -> Shared<T> {
+        let resolved = AtomicBool::new(matches!(phase, Phase::Done(_)));
+        let state = State { phase, status, hooks: Vec::new(), next_hook: 0, waker: None, waiting: 0 };
+        Shared { state: Mutex::new(state), resolved, done: Condvar::new() }
+    }
+
     /// Nothing that runs under the lock can panic, so a poisoned lock still guards a sound state.
     fn lock(&self) -> MutexGuard<'_, State<T>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -87,19 +93,13 @@ pub(crate) struct Promise<T> {
 }
 
 pub(crate) fn channel<T>() -> (Promise<T>, Completion<T>) {
-    let shared = Arc::new(Shared {
-        state: Mutex::new(State {
-            phase: Phase::Pending,
-            status: None,
-            hooks: Vec::new(),
-            next_hook: 0,
-            waker: None,
-            waiting: 0,
-        }),
-        resolved: AtomicBool::new(false),
-        done: Condvar::new(),
-    });
+    let shared = Arc::new(Shared::new(Phase::Pending, None));
     (Promise { shared: Arc::clone(&shared) }, Completion { shared })
+}
+
+/// One that has its result.
+pub(crate) fn resolved<T>(status: Status, value: T) -> Completion<T> {
+    Completion { shared: Arc::new(Shared::new(Phase::Done(Ok(value)), Some(status))) }
 }
 
 impl<T> Completion<T> {

@@ -1,6 +1,5 @@
 //! Devices and their primary contexts.
 
-use std::collections::HashMap;
 use std::ffi::{c_char, c_int};
 use std::fmt;
 use std::hash::{Hash, Hasher};
@@ -8,6 +7,7 @@ use std::ptr;
 use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::sys::{CUcontext, CUdevice_attribute as Attribute};
+use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use crate::api::Api;
 use crate::driver::{Driver, Kind};
@@ -177,9 +177,9 @@ impl Device {
     }
 
     fn open(driver: &'static Driver, ordinal: u32) -> Result<Device> {
-        static OPENED: Mutex<Option<HashMap<(Kind, u32), &'static Inner>>> = Mutex::new(None);
-        let mut guard = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
-        let opened = guard.get_or_insert_default();
+        static OPENED: Mutex<FxHashMap<(Kind, u32), &'static Inner>> =
+            Mutex::new(FxHashMap::with_hasher(FxBuildHasher));
+        let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(inner) = opened.get(&(driver.kind(), ordinal)) {
             return Ok(Device(inner));
         }

@@ -1,7 +1,7 @@
 //! The threads that run continuations: in order per strand, without one strand's slow job holding up another's.
 //!
 //! A strand is a queue of jobs under a key, the stream's id. One worker serves all strands in short turns, so that a
-//! flood of quick jobs needs one thread. A second worker stands by; it takes a strand only when that has waited for
+//! flood of quick jobs needs one thread, and enters the interpreter once for many. A second worker stands by; it takes a strand only when that has waited for
 //! half a millisecond while no worker took its next turn, which means that a job is slow or blocked. It then leaves a new
 //! stand-by behind.
 //!
@@ -9,24 +9,27 @@
 //! of Python host code under one entry.
 
 use std::cell::Cell;
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use crate::completion::shield;
 
 /// How long a strand waits for a busy worker before the stand-by takes it.
 const PATIENCE: Duration = Duration::from_micros(500);
-/// How long a worker stays with one strand while others are ready.
+/// How long a worker serves strands before it lets go of the interpreter, and others take their turns.
 const TURN: Duration = Duration::from_micros(200);
-/// Jobs that come as soon as this after the last turn may belong to a flood: whoever queues them may have waited for the
-/// GIL, and to be woken up.
-const RECENT: Duration = Duration::from_millis(1);
-/// Those of a flood come as soon as this one after another.
-const NEAR: Duration = Duration::from_micros(20);
+/// In a flood Python jobs are announced as soon as this one after another.
+const NEAR: Duration = Duration::from_micros(5);
+/// How long it may take whoever queues a flood to go on after waiting for the GIL, which is to be woken up.
+const GRACE: Duration = Duration::from_micros(100);
+/// How long a worker lets a flood come before it takes its turn.
+const LONGEST: Duration = Duration::from_micros(250);
 /// Continuations may block on one another; this many can at the same time.
 const MOST_THREADS: usize = 256;
 /// Workers beyond these end when they find nothing to do.
@@ -73,40 +76,17 @@ pub(crate) struct Job {
     run: Box<dyn FnOnce() + Send>,
     /// It enters the interpreter.
     python: bool,
-    /// Whether its stream has been given more since, which will come here too.
-    more: Option<Follow>,
-}
-
-/// A piece of host code among those of a stream: how many had been offered with it, and have been by now.
-pub(crate) struct Follow {
-    pub(crate) number: u64,
-    pub(crate) offered: Arc<AtomicU64>,
 }
 
 impl Job {
-    pub(crate) fn new(run: impl FnOnce() + Send + 'static) -> Job {
-        Job { run: Box::new(run), python: false, more: None }
-    }
-
-    /// One that enters the interpreter.
-    #[cfg(feature = "python")]
-    pub(crate) fn python(run: impl FnOnce() + Send + 'static) -> Job {
-        Job { python: true, ..Job::new(run) }
-    }
-
-    /// A continuation of a stream.
-    pub(crate) fn of_stream(python: bool, more: Follow, run: impl FnOnce() + Send + 'static) -> Job {
-        Job { python, more: Some(more), ..Job::new(run) }
-    }
-
-    fn more_is_to_come(&self) -> bool {
-        self.more.as_ref().is_some_and(|follow| follow.offered.load(Ordering::Relaxed) > follow.number)
+    /// `python`: it enters the interpreter.
+    pub(crate) fn new(python: bool, run: impl FnOnce() + Send + 'static) -> Job {
+        Job { run: Box::new(run), python }
     }
 }
 
-#[derive(Default)]
 struct Pool {
-    strands: HashMap<u64, VecDeque<Job>>,
+    strands: FxHashMap<u64, VecDeque<Job>>,
     /// Strands with jobs that no worker serves, and since when.
     ready: VecDeque<(u64, Instant)>,
     threads: usize,
@@ -118,8 +98,10 @@ struct Pool {
 
 /// Strands and the threads that serve them.
 pub struct Executor {
-    pool: Mutex<Option<Pool>>,
+    pool: Mutex<Pool>,
     changed: Condvar,
+    /// How many Python jobs were announced.
+    announced: AtomicU64,
 }
 
 /// For continuations, which may block on one another, on callbacks, and for as long as they like.
@@ -130,10 +112,18 @@ pub static CALLBACKS: Executor = Executor::new();
 
 impl Executor {
     const fn new() -> Executor {
-        Executor { pool: Mutex::new(None), changed: Condvar::new() }
+        let pool = Pool {
+            strands: FxHashMap::with_hasher(FxBuildHasher),
+            ready: VecDeque::new(),
+            threads: 0,
+            idle: 0,
+            watched: false,
+            last_turn: None,
+        };
+        Executor { pool: Mutex::new(pool), changed: Condvar::new(), announced: AtomicU64::new(0) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Pool>> {
+    fn lock(&self) -> MutexGuard<'_, Pool> {
         // No job runs under the lock, so a poisoned one still guards a sound state.
         self.pool.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -141,22 +131,26 @@ impl Executor {
     /// Runs `job` on a worker thread, after every job that was submitted under the same `strand` before. Drops it when
     /// the system cannot start even one thread.
     pub(crate) fn submit(&'static self, strand: u64, job: Job) {
-        let mut guard = self.lock();
-        let pool = guard.get_or_insert_default();
+        let mut pool = self.lock();
         if let Some(queue) = pool.strands.get_mut(&strand) {
             queue.push_back(job);
         } else {
             pool.strands.insert(strand, VecDeque::from([job]));
             pool.ready.push_back((strand, Instant::now()));
-            self.call_a_worker(pool);
+            self.call_a_worker(&mut pool);
         }
         if pool.threads == 0 {
             // The system has no thread for the first worker. To drop the jobs is to resolve what waits for them.
             pool.ready.clear();
             let lost = std::mem::take(&mut pool.strands);
-            drop(guard);
+            drop(pool);
             drop(lost);
         }
+    }
+
+    /// Says that a Python job will come, from a stream that has taken it.
+    pub(crate) fn announce(&self) {
+        self.announced.fetch_add(1, Ordering::Relaxed);
     }
 
     /// There is a ready strand: sees to it that a worker takes it, now or after [`PATIENCE`].
@@ -176,37 +170,17 @@ impl Executor {
 
     fn work(&'static self) {
         let mut was_busy = false;
-        let mut last = Instant::now();
-        let mut guard = self.lock();
+        let mut pool = self.lock();
         loop {
-            let pool = guard.as_mut().expect("the pool exists before its first worker");
-            if let Some((strand, since, mut jobs)) = pool.next(was_busy) {
-                if pool.idle == 0 && pool.threads < MOST_THREADS || !pool.ready.is_empty() {
-                    self.call_a_worker(pool);
+            if let Some((strand, jobs)) = self.next(&mut pool, was_busy) {
+                drop(pool);
+                let before = self.announced.load(Ordering::Relaxed);
+                self.serve(strand, jobs);
+                if self.announced.load(Ordering::Relaxed) != before {
+                    self.let_them_come();
                 }
-                drop(guard);
-                if since.saturating_duration_since(last) < RECENT {
-                    self.gather(strand, &mut jobs);
-                }
-                let turn = Instant::now();
-                while !jobs.is_empty() && turn.elapsed() < TURN {
-                    if jobs[0].python {
-                        batch(&mut || run_while(&mut jobs, turn, |job| job.python));
-                    } else {
-                        run_while(&mut jobs, turn, |job| !job.python);
-                    }
-                }
-                (was_busy, last) = (true, Instant::now());
-                guard = self.lock();
-                let pool = guard.as_mut().expect("never taken away");
-                let queue = pool.strands.get_mut(&strand).expect("a strand stays while a worker serves it");
-                jobs.append(queue);
-                *queue = jobs;
-                if queue.is_empty() {
-                    pool.strands.remove(&strand);
-                } else {
-                    pool.ready.push_back((strand, Instant::now()));
-                }
+                was_busy = true;
+                pool = self.lock();
                 continue;
             }
             was_busy = false;
@@ -216,43 +190,66 @@ impl Executor {
             }
             pool.idle += 1;
             if pool.ready.is_empty() || pool.watched {
-                guard = self.changed.wait(guard).unwrap_or_else(PoisonError::into_inner);
-                guard.as_mut().expect("never taken away").idle -= 1;
+                pool = self.changed.wait(pool).unwrap_or_else(PoisonError::into_inner);
             } else {
                 pool.watched = true;
-                guard = self.changed.wait_timeout(guard, PATIENCE).unwrap_or_else(PoisonError::into_inner).0;
-                let pool = guard.as_mut().expect("never taken away");
+                pool = self.changed.wait_timeout(pool, PATIENCE).unwrap_or_else(PoisonError::into_inner).0;
                 pool.watched = false;
-                pool.idle -= 1;
             }
+            pool.idle -= 1;
         }
     }
-}
 
-impl Executor {
-    /// Waits for more jobs of a flood. Else the interpreter is entered for each of them: the thread that queues them then
-    /// has to wait for the GIL each time, and both for one another to wake up.
-    fn gather(&self, strand: u64, jobs: &mut VecDeque<Job>) {
-        const LONGEST: Duration = Duration::from_micros(100);
-        let started = Instant::now();
-        let mut arrived = started;
-        while jobs.back().is_some_and(|job| job.python && job.more_is_to_come()) {
-            for _ in 0..64 {
-                std::hint::spin_loop();
-            }
-            let before = jobs.len();
-            if let Some(pool) = self.lock().as_mut() {
-                if !pool.ready.is_empty() {
+    /// The next strand for a worker, which is called for the one after it.
+    fn next(&'static self, pool: &mut Pool, was_busy: bool) -> Option<(u64, VecDeque<Job>)> {
+        let next = pool.next(was_busy)?;
+        if pool.idle == 0 && pool.threads < MOST_THREADS || !pool.ready.is_empty() {
+            self.call_a_worker(pool);
+        }
+        Some(next)
+    }
+
+    /// Serves a strand, and further ones, for a turn: those that enter the interpreter under one entry.
+    fn serve(&'static self, mut strand: u64, mut jobs: VecDeque<Job>) {
+        let turn = Instant::now();
+        let python = jobs.front().is_some_and(|job| job.python);
+        let mut serve = || {
+            loop {
+                run_while(&mut jobs, turn, |job| job.python == python);
+                let mut pool = self.lock();
+                pool.put_back(strand, std::mem::take(&mut jobs));
+                if turn.elapsed() >= TURN || pool.first().is_none_or(|job| job.python != python) {
                     return;
                 }
-                jobs.append(pool.strands.get_mut(&strand).expect("a strand stays while a worker serves it"));
+                let Some(next) = self.next(&mut pool, true) else { return };
+                (strand, jobs) = next;
             }
+        };
+        if python { batch(&mut serve) } else { serve() }
+    }
+
+    /// Waits while a flood comes. Else the interpreter is entered for each job: the thread that queues them then has to wait
+    /// for the GIL each time, and both for one another to wake up.
+    fn let_them_come(&self) {
+        let started = Instant::now();
+        let (mut seen, mut came) = (self.announced.load(Ordering::Relaxed), None);
+        loop {
+            // Cores may be fewer than threads.
+            thread::yield_now();
+            let announced = self.announced.load(Ordering::Relaxed);
             let now = Instant::now();
-            if jobs.len() > before {
-                arrived = now;
+            if announced != seen {
+                (seen, came) = (announced, Some(now));
             }
-            if now.saturating_duration_since(arrived) > NEAR || now.saturating_duration_since(started) > LONGEST {
-                break;
+            let waited = now.saturating_duration_since(started);
+            if waited >= LONGEST {
+                return;
+            }
+            if came.is_some_and(|came| now.saturating_duration_since(came) < NEAR) {
+                continue;
+            }
+            if waited >= GRACE || !self.lock().ready.is_empty() {
+                return;
             }
         }
     }
@@ -272,7 +269,7 @@ fn run_while(jobs: &mut VecDeque<Job>, turn: Instant, fits: impl Fn(&Job) -> boo
 
 impl Pool {
     /// The next strand for a worker. Busy workers take the next at once; an idle one only if nobody else is at it.
-    fn next(&mut self, was_busy: bool) -> Option<(u64, Instant, VecDeque<Job>)> {
+    fn next(&mut self, was_busy: bool) -> Option<(u64, VecDeque<Job>)> {
         let &(_, since) = self.ready.front()?;
         let busy_workers = self.threads - self.idle - usize::from(!was_busy);
         if !was_busy && busy_workers > 0 {
@@ -284,7 +281,24 @@ impl Pool {
         let (strand, _) = self.ready.pop_front()?;
         self.last_turn = Some(Instant::now());
         let jobs = std::mem::take(self.strands.get_mut(&strand)?);
-        Some((strand, since, jobs))
+        Some((strand, jobs))
+    }
+
+    /// A worker is done with a strand, but for `jobs`.
+    fn put_back(&mut self, strand: u64, mut jobs: VecDeque<Job>) {
+        let queue = self.strands.get_mut(&strand).expect("a strand stays while a worker serves it");
+        jobs.append(queue);
+        if jobs.is_empty() {
+            self.strands.remove(&strand);
+        } else {
+            *queue = jobs;
+            self.ready.push_back((strand, Instant::now()));
+        }
+    }
+
+    /// The first job of the next strand.
+    fn first(&self) -> Option<&Job> {
+        self.strands.get(&self.ready.front()?.0)?.front()
     }
 }
 
@@ -298,7 +312,8 @@ mod tests {
         let (send, receive) = channel();
         for number in 0..10_000_u64 {
             let send = send.clone();
-            CONTINUATIONS.submit(1_000_000 + number % 7, Job::new(move || send.send(number).expect("the test waits")));
+            CONTINUATIONS
+                .submit(1_000_000 + number % 7, Job::new(false, move || send.send(number).expect("the test waits")));
         }
         let mut last = [None; 7];
         for _ in 0..10_000 {
@@ -319,7 +334,7 @@ mod tests {
                 receive.recv().expect("released by the chain");
                 done.send(()).expect("the test waits");
             };
-            CONTINUATIONS.submit(2_000_000, Job::new(run));
+            CONTINUATIONS.submit(2_000_000, Job::new(false, run));
             send
         };
         for strand in 1..CHAIN {
@@ -328,7 +343,7 @@ mod tests {
                 receive.recv().expect("released by the one after");
                 next.send(()).expect("the one before waits");
             };
-            CONTINUATIONS.submit(2_000_000 + strand, Job::new(run));
+            CONTINUATIONS.submit(2_000_000 + strand, Job::new(false, run));
             next = send;
         }
         next.send(()).expect("the last waits");
@@ -338,8 +353,8 @@ mod tests {
     #[test]
     fn a_panic_costs_no_worker() {
         let (send, receive) = channel();
-        CONTINUATIONS.submit(3_000_000, Job::new(|| panic!("on purpose")));
-        CONTINUATIONS.submit(3_000_000, Job::new(move || send.send(()).expect("the test waits")));
+        CONTINUATIONS.submit(3_000_000, Job::new(false, || panic!("on purpose")));
+        CONTINUATIONS.submit(3_000_000, Job::new(false, move || send.send(()).expect("the test waits")));
         receive.recv().expect("the strand goes on");
     }
 }

@@ -4,8 +4,9 @@
 //! It belongs to the stream's id, not to a handle. An enqueue may block in the driver, and then holds up the captures of
 //! its own stream only. Who needs several takes them in the order of their streams' ids.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError, Weak};
+
+use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use crate::driver::Kind;
 
@@ -18,9 +19,8 @@ pub(crate) struct Gate {
 impl Gate {
     /// The lock of the stream with the id `strand`.
     pub(crate) fn of(strand: u64) -> Arc<Gate> {
-        static GATES: Mutex<Option<HashMap<u64, Weak<Gate>>>> = Mutex::new(None);
-        let mut guard = GATES.lock().unwrap_or_else(PoisonError::into_inner);
-        let gates = guard.get_or_insert_default();
+        static GATES: Mutex<FxHashMap<u64, Weak<Gate>>> = Mutex::new(FxHashMap::with_hasher(FxBuildHasher));
+        let mut gates = GATES.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(gate) = gates.get(&strand).and_then(Weak::upgrade) {
             return gate;
         }

@@ -4,7 +4,6 @@
 //! the graph, an executable made from it, or a launch that is pending.
 
 use std::any::Any;
-use std::collections::HashMap;
 use std::ffi::{c_uint, c_void};
 use std::fmt::Write as _;
 use std::hash::{Hash, Hasher};
@@ -17,6 +16,7 @@ use cudarc::driver::sys::{
     CUDA_HOST_NODE_PARAMS, CUDA_MEMCPY3D, CUDA_MEMSET_NODE_PARAMS, CUgraph, CUgraphEdgeData, CUgraphExec,
     CUgraphExecUpdateResultInfo, CUgraphNode, CUmemorytype, CUstream, CUuserObject,
 };
+use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use crate::api::{Api, callback_scope};
 use crate::completion::{panic_message, shield};
@@ -215,10 +215,10 @@ struct HostRecord {
 }
 
 /// The host functions that live, by the address that graphs have for them.
-static HOST_CODES: Mutex<Option<HashMap<usize, Weak<HostRecord>>>> = Mutex::new(None);
+static HOST_CODES: Mutex<FxHashMap<usize, Weak<HostRecord>>> = Mutex::new(FxHashMap::with_hasher(FxBuildHasher));
 
-fn host_codes<R>(look: impl FnOnce(&mut HashMap<usize, Weak<HostRecord>>) -> R) -> R {
-    look(HOST_CODES.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default())
+fn host_codes<R>(look: impl FnOnce(&mut FxHashMap<usize, Weak<HostRecord>>) -> R) -> R {
+    look(&mut HOST_CODES.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 impl Drop for HostCode {
@@ -540,7 +540,7 @@ unsafe fn shape(driver: &Driver, graph: CUgraph, owner: Owner) -> Result<Shape> 
         }
         (nodes, from, to)
     };
-    let positions: HashMap<CUgraphNode, usize> = nodes.iter().enumerate().map(|(at, &node)| (node, at)).collect();
+    let positions: FxHashMap<CUgraphNode, usize> = nodes.iter().enumerate().map(|(at, &node)| (node, at)).collect();
     let position = |node| positions.get(&node).copied().ok_or_else(|| Error::invalid("the graph changes meanwhile"));
     Ok(Shape {
         nodes: nodes.into_iter().map(|node| Node::of(driver, owner, node)).collect::<Result<_>>()?,

@@ -4,12 +4,13 @@
 //! A lane belongs to a stream's id, not to its handle. Its words are never freed, and numbers only grow, so that a word
 //! may serve another stream later: what an old wait asks for is true for good.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
 use cudarc::driver::sys::{CUstreamBatchMemOpParams, CUstreamWaitValue_flags};
+use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use crate::api::{Api, callback_scope};
 use crate::capture::{self, CaptureStatus};
@@ -176,7 +177,7 @@ pub(crate) struct Lane {
     waiting: Arc<AtomicUsize>,
 }
 
-static LANES: Mutex<Option<HashMap<u64, Weak<Lane>>>> = Mutex::new(None);
+static LANES: Mutex<FxHashMap<u64, Weak<Lane>>> = Mutex::new(FxHashMap::with_hasher(FxBuildHasher));
 
 impl Drop for Lane {
     fn drop(&mut self) {
@@ -199,7 +200,7 @@ impl Drop for Lane {
 #[cfg(feature = "python")]
 pub(crate) fn let_go_of_python() {
     let lanes = LANES.lock().unwrap_or_else(PoisonError::into_inner);
-    for lane in lanes.iter().flat_map(HashMap::values).filter_map(Weak::upgrade) {
+    for lane in lanes.values().filter_map(Weak::upgrade) {
         if lane.in_python.load(Ordering::Acquire) {
             lane.words.ack().store(i64::MAX.cast_unsigned(), Ordering::Release);
         }
@@ -209,11 +210,9 @@ pub(crate) fn let_go_of_python() {
 impl Lane {
     /// The lane of the stream with the id `strand`.
     pub(crate) fn of(api: &Api<'_>, device: Device, strand: u64) -> Result<Arc<Lane>> {
-        let known = |lanes: &mut Option<HashMap<u64, Weak<Lane>>>| {
-            lanes.get_or_insert_default().get(&strand).and_then(Weak::upgrade)
-        };
+        let known = |lanes: &FxHashMap<u64, Weak<Lane>>| lanes.get(&strand).and_then(Weak::upgrade);
         let lanes = || LANES.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(lane) = known(&mut lanes()) {
+        if let Some(lane) = known(&lanes()) {
             return Ok(lane);
         }
         let words = take_words(api, device)?;
@@ -231,14 +230,13 @@ impl Lane {
             waiting: waiting(device),
         });
         let mut lanes = lanes();
-        if let Some(other) = known(&mut lanes) {
+        if let Some(other) = known(&lanes) {
             return Ok(other);
         }
-        let all = lanes.get_or_insert_default();
-        if all.len() >= 64 && all.len().is_power_of_two() {
-            all.retain(|_, lane| lane.strong_count() > 0);
+        if lanes.len() >= 64 && lanes.len().is_power_of_two() {
+            lanes.retain(|_, lane| lane.strong_count() > 0);
         }
-        all.insert(strand, Arc::downgrade(&lane));
+        lanes.insert(strand, Arc::downgrade(&lane));
         Ok(lane)
     }
 
@@ -343,6 +341,12 @@ impl Lane {
         let count = if wait { 2 } else { 1 };
         // SAFETY: the stream is alive; `count` operations are initialized as their kinds say; the words are never freed.
         unsafe { self.device.driver().cuStreamBatchMemOp_v2(stream.handle(), count, operations.as_mut_ptr().cast(), 0) }
+    }
+
+    /// Whether nothing is queued, and nothing runs.
+    pub(crate) fn is_quiet(&self) -> bool {
+        let Ok(_turn) = self.turn.try_lock() else { return false };
+        self.queue().items.is_empty()
     }
 
     /// Whether something is due.

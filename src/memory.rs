@@ -1,12 +1,12 @@
 //! Buffers: pinned, managed and device memory that outlives the queued work that uses it.
 
 use std::any::Any;
-use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys::{CUpointer_attribute as PointerAttribute, CUstream};
+use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use crate::api::Api;
 use crate::device::Device;
@@ -71,7 +71,7 @@ impl Class {
 
     /// Puts a block of this class that nobody uses into the cache.
     fn put_back(self, address: u64) {
-        cache().get_or_insert_default().entry(self).or_default().push(address);
+        cache().entry(self).or_default().push(address);
     }
 
     /// Puts a block of this class that nobody uses into the cache, once it belongs to whom it belonged at first: done by
@@ -144,9 +144,9 @@ impl Class {
 /// Blocks that no buffer uses. They are kept to be used again, as other libraries on CUDA do it, because the driver's
 /// `cuMemFree` waits for every stream of the context, callbacks and waits on memory included, and makes other threads'
 /// calls wait meanwhile: freeing at any moment would be a deadlock with a callback that waits for one of them.
-static CACHE: Mutex<Option<HashMap<Class, Vec<u64>>>> = Mutex::new(None);
+static CACHE: Mutex<FxHashMap<Class, Vec<u64>>> = Mutex::new(FxHashMap::with_hasher(FxBuildHasher));
 
-fn cache() -> MutexGuard<'static, Option<HashMap<Class, Vec<u64>>>> {
+fn cache() -> MutexGuard<'static, FxHashMap<Class, Vec<u64>>> {
     // Nothing foreign runs under the lock, so a poisoned one still guards a sound state.
     CACHE.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -163,8 +163,7 @@ impl Device {
         let _bound = self.bind(api)?;
         let driver = self.driver();
         let _relaxed = Relaxed::enter(driver);
-        let classes: Vec<(Class, Vec<u64>)> =
-            cache().get_or_insert_default().extract_if(|class, _| class.device == self).collect();
+        let classes: Vec<(Class, Vec<u64>)> = cache().extract_if(|class, _| class.device == self).collect();
         let (mut bytes, mut failed) = (0, None);
         for (class, addresses) in classes {
             for address in addresses {
@@ -261,7 +260,7 @@ impl Buffer {
         let class = Class::new(device, kind, attach, len);
         let mut address = 0;
         if len > 0 {
-            let cached = cache().get_or_insert_default().get_mut(&class).and_then(Vec::pop);
+            let cached = cache().get_mut(&class).and_then(Vec::pop);
             address = match cached {
                 Some(address) => address,
                 None => class.allocate(api).or_else(|error| {

@@ -57,7 +57,6 @@ const HOT: Duration = Duration::from_millis(5);
 /// Callbacks that block keep a thread each; beyond these nobody takes over.
 const MOST_THREADS: usize = 64;
 
-#[derive(Default)]
 struct Watched {
     /// New lanes for the polling thread.
     arrived: Vec<Arc<Lane>>,
@@ -69,7 +68,8 @@ struct Watched {
     standing_by: usize,
 }
 
-static WATCHED: Mutex<Option<Watched>> = Mutex::new(None);
+static WATCHED: Mutex<Watched> =
+    Mutex::new(Watched { arrived: Vec::new(), lanes: Vec::new(), parked: false, threads: 0, standing_by: 0 });
 static ARRIVED: Condvar = Condvar::new();
 static STAND_BY: Condvar = Condvar::new();
 /// Who polls: the thread that has this number.
@@ -82,7 +82,7 @@ static NEWS: AtomicBool = AtomicBool::new(false);
 /// The stand-by looks at the clock on its own.
 static HOT_NOW: AtomicBool = AtomicBool::new(false);
 
-fn lock() -> MutexGuard<'static, Option<Watched>> {
+fn lock() -> MutexGuard<'static, Watched> {
     // Nothing foreign runs under the lock, so a poisoned one still guards a sound state.
     WATCHED.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -98,10 +98,9 @@ pub(crate) fn is_started() -> bool {
     if STARTED.load(Ordering::Acquire) {
         return true;
     }
-    let mut guard = lock();
-    let watched = guard.get_or_insert_default();
+    let mut watched = lock();
     if watched.threads == 0 {
-        start(watched);
+        start(&mut watched);
     }
     STARTED.store(watched.threads > 0, Ordering::Release);
     watched.threads > 0
@@ -109,8 +108,7 @@ pub(crate) fn is_started() -> bool {
 
 /// Watches a lane until it is over. There is a thread that polls.
 pub(crate) fn watch(lane: Arc<Lane>) {
-    let mut guard = lock();
-    let watched = guard.get_or_insert_default();
+    let mut watched = lock();
     watched.arrived.push(lane);
     NEWS.store(true, Ordering::Release);
     if std::mem::take(&mut watched.parked) {
@@ -126,10 +124,9 @@ fn start(watched: &mut Watched) {
 
 /// A thread that waits for its turn to poll.
 fn stand_by() {
-    let mut guard = lock();
+    let mut watched = lock();
     loop {
         let turn = TURN.load(Ordering::Acquire);
-        let watched = guard.get_or_insert_default();
         let nobody = turn == 0;
         let busy = BUSY.load(Ordering::Acquire);
         let late = busy != 0 && nanoseconds(Instant::now()).saturating_sub(busy) > PATIENCE.as_nanos() as u64;
@@ -140,12 +137,11 @@ fn stand_by() {
             // There may be another that stands by and was not told to look at the clock: this one was.
             HOT_NOW.store(false, Ordering::Release);
             if watched.standing_by == 0 && watched.threads < MOST_THREADS {
-                start(watched);
+                start(&mut watched);
             }
-            drop(guard);
+            drop(watched);
             poll(turn + 1, lanes);
-            guard = lock();
-            let watched = guard.get_or_insert_default();
+            watched = lock();
             if watched.standing_by > 0 {
                 watched.threads -= 1;
                 return;
@@ -153,12 +149,12 @@ fn stand_by() {
             continue;
         }
         watched.standing_by += 1;
-        guard = if HOT_NOW.load(Ordering::Acquire) || busy != 0 {
-            STAND_BY.wait_timeout(guard, PATIENCE).unwrap_or_else(PoisonError::into_inner).0
+        watched = if HOT_NOW.load(Ordering::Acquire) || busy != 0 {
+            STAND_BY.wait_timeout(watched, PATIENCE).unwrap_or_else(PoisonError::into_inner).0
         } else {
-            STAND_BY.wait(guard).unwrap_or_else(PoisonError::into_inner)
+            STAND_BY.wait(watched).unwrap_or_else(PoisonError::into_inner)
         };
-        guard.get_or_insert_default().standing_by -= 1;
+        watched.standing_by -= 1;
     }
 }
 
@@ -169,12 +165,11 @@ fn poll(turn: u64, mut lanes: Vec<Arc<Lane>>) {
     let mut changed = true;
     loop {
         if changed || NEWS.load(Ordering::Acquire) {
-            let mut guard = lock();
+            let mut watched = lock();
             if TURN.load(Ordering::Acquire) != turn {
                 return;
             }
             NEWS.store(false, Ordering::Release);
-            let watched = guard.get_or_insert_default();
             lanes.append(&mut watched.arrived);
             // For whoever takes over.
             watched.lanes.clone_from(&lanes);
@@ -229,21 +224,20 @@ fn poll(turn: u64, mut lanes: Vec<Arc<Lane>>) {
             }
             continue;
         }
-        let mut guard = lock();
-        let watched = guard.get_or_insert_default();
+        let mut watched = lock();
         if !watched.arrived.is_empty() {
             continue;
         }
         watched.parked = true;
         if lanes.is_empty() {
             HOT_NOW.store(false, Ordering::Release);
-            guard = ARRIVED.wait(guard).unwrap_or_else(PoisonError::into_inner);
+            watched = ARRIVED.wait(watched).unwrap_or_else(PoisonError::into_inner);
             quiet_since = Instant::now();
         } else {
             let pause = (quiet / 8).clamp(SHORTEST, LONGEST);
-            guard = ARRIVED.wait_timeout(guard, pause).unwrap_or_else(PoisonError::into_inner).0;
+            watched = ARRIVED.wait_timeout(watched, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
-        guard.get_or_insert_default().parked = false;
+        watched.parked = false;
     }
 }
 

@@ -8,12 +8,14 @@
 //! when that has been reached.
 
 use std::any::Any;
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::thread;
 use std::time::Duration;
+
+use rustc_hash::FxHashMap;
 
 use crate::api::Api;
 use crate::capture::{CaptureMode, exchange_mode};
@@ -34,17 +36,16 @@ struct Kept {
     payload: Box<dyn Any + Send>,
 }
 
-#[derive(Default)]
 struct Inbox {
     releases: Vec<(Device, Release)>,
     kept: Vec<(u64, Kept)>,
     parked: bool,
 }
 
-static INBOX: Mutex<Option<Inbox>> = Mutex::new(None);
+static INBOX: Mutex<Inbox> = Mutex::new(Inbox { releases: Vec::new(), kept: Vec::new(), parked: false });
 static CHANGED: Condvar = Condvar::new();
 
-fn lock() -> MutexGuard<'static, Option<Inbox>> {
+fn lock() -> MutexGuard<'static, Inbox> {
     // Nothing foreign runs under the lock, so a poisoned one still guards a sound state.
     INBOX.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -55,13 +56,12 @@ fn post(add: impl FnOnce(&mut Inbox)) {
         // What the handle names is the parent's, which will release it.
         return;
     }
-    let mut guard = lock();
-    let inbox = guard.get_or_insert_default();
-    add(inbox);
+    let mut inbox = lock();
+    add(&mut inbox);
     if std::mem::take(&mut inbox.parked) {
         CHANGED.notify_one();
     }
-    drop(guard);
+    drop(inbox);
     START.call_once(|| {
         // Without the thread nothing would be freed; what is kept stays valid, so this is a leak, not a fault.
         drop(thread::Builder::new().name("rstream-reaper".into()).spawn(run));
@@ -132,26 +132,21 @@ fn run() {
         }
     };
     // Per stream, since a stream's events are reached in order: one look at the front answers for all behind it.
-    let mut kept: HashMap<u64, VecDeque<Kept>> = HashMap::new();
+    let mut kept: FxHashMap<u64, VecDeque<Kept>> = FxHashMap::default();
     let mut later: Vec<(Device, Release)> = Vec::new();
     let mut pause = PAUSES.0;
     loop {
         let (releases, arrived) = {
-            let mut guard = lock();
-            loop {
-                let inbox = guard.get_or_insert_default();
-                if !inbox.releases.is_empty() || !inbox.kept.is_empty() {
-                    break;
-                }
+            let mut inbox = lock();
+            while inbox.releases.is_empty() && inbox.kept.is_empty() {
                 if kept.is_empty() && later.is_empty() {
                     inbox.parked = true;
-                    guard = CHANGED.wait(guard).unwrap_or_else(PoisonError::into_inner);
+                    inbox = CHANGED.wait(inbox).unwrap_or_else(PoisonError::into_inner);
                 } else {
-                    guard = CHANGED.wait_timeout(guard, pause).unwrap_or_else(PoisonError::into_inner).0;
+                    inbox = CHANGED.wait_timeout(inbox, pause).unwrap_or_else(PoisonError::into_inner).0;
                     break;
                 }
             }
-            let inbox = guard.get_or_insert_default();
             inbox.parked = false;
             (std::mem::take(&mut inbox.releases), std::mem::take(&mut inbox.kept))
         };

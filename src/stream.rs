@@ -852,13 +852,17 @@ impl Stream {
         }
     }
 
-    /// A completion that resolves when all work queued so far is done.
+    /// A completion that resolves when all work queued so far is done: at once if it is (`cuStreamQuery`).
     ///
     /// # Errors
     /// What the driver answers.
     pub fn completion(&self, api: &Api<'_>) -> Result<Completion<()>> {
+        let (lane, ready) = self.ready_for::<Notice>(api)?;
+        if lane.is_none_or(|lane| lane.is_quiet()) && query(&ready.raw).unwrap_or(false) {
+            return Ok(callback::reached_already());
+        }
         let (promise, completion) = completion::channel();
-        self.enqueue(api, Notice { promise }).map(|()| completion).map_err(|(error, _)| error)
+        self.enqueue_ready(lane, &ready, Notice { promise }).map(|()| completion).map_err(|(error, _)| error)
     }
 
     /// A callback for this stream that is made once and queued any number of times, without an allocation for each.
@@ -892,12 +896,28 @@ impl Stream {
     }
 
     fn enqueue<C: HostCode>(&self, api: &Api<'_>, code: C) -> Result<(), (Error, C)> {
-        let Inner { device, pending, .. } = &*self.inner;
-        let ready = self.lane(api).and_then(|lane| Ok((lane, self.ready(api, C::ACT, C::REMEDY)?)));
-        match ready {
-            Ok((Some(lane), ready)) => callback::enqueue_on_lane(lane, *device, &ready.raw, pending, code),
-            Ok((None, ready)) => callback::enqueue(*device, ready.handle(), pending, code),
+        match self.ready_for::<C>(api) {
+            Ok((lane, ready)) => self.enqueue_ready(lane, &ready, code),
             Err(error) => Err((error, code)),
+        }
+    }
+
+    /// The stream, ready to be given host code, and its lane.
+    fn ready_for<'a, C: HostCode>(&'a self, api: &'a Api<'_>) -> Result<(Option<&'a Arc<Lane>>, Ready<'a>)> {
+        let lane = self.lane(api)?;
+        Ok((lane, self.ready(api, C::ACT, C::REMEDY)?))
+    }
+
+    fn enqueue_ready<C: HostCode>(
+        &self,
+        lane: Option<&Arc<Lane>>,
+        ready: &Ready<'_>,
+        code: C,
+    ) -> Result<(), (Error, C)> {
+        let Inner { device, pending, .. } = &*self.inner;
+        match lane {
+            Some(lane) => callback::enqueue_on_lane(lane, *device, &ready.raw, pending, code),
+            None => callback::enqueue(*device, ready.handle(), pending, code),
         }
     }
 }

@@ -52,6 +52,28 @@ def test_a_stream_can_be_waited_for_without_host_code(stream, held):
     assert completion.result(30) is None
 
 
+def test_a_completion_of_an_idle_stream_is_there_at_once(stream):
+    stream.synchronize()
+    before = rs.stats()
+    completion = stream.completion()
+    assert completion.done()
+    assert completion.status == 0
+    assert completion.result(0) is None
+    assert not completion.cancel()
+    after = rs.stats()
+    assert [after[name] - before[name] for name in ("accepted", "run", "failed", "cancelled")] == [1, 1, 0, 0]
+
+
+def test_completions_of_a_stream_are_there_in_order(stream):
+    for _ in range(200):
+        rs.testing.spin(stream, 1)
+        completions = [stream.completion() for _ in range(20)]
+        done = [completion.done() for completion in reversed(completions)]
+        # Looked at from the last: what is done has all before it done.
+        assert done == sorted(done)
+        rs.wait(completions, timeout=30)
+
+
 @pytest.mark.parametrize("bad", [-1, -0.001, float("nan"), float("-inf")])
 def test_a_bad_timeout_is_named(stream, bad):
     completion = stream.completion()

@@ -116,7 +116,8 @@ def test_a_code_that_is_no_fault_is_refused(program):
         ("cuMemAllocManaged", "rs.managed_empty(1)"),
         ("cuMemcpyAsync", "stream.copy(array, array)"),
         ("cuMemsetD8Async", "stream.fill(array, 0)"),
-        ("enqueue", "stream.completion()"),
+        ("enqueue", "stream.then(int)"),
+        ("enqueue", "busy.completion()"),
         ("cuCtxGetCurrent", "stream.query()"),
         ("cuMemGetInfo_v2", "stream.device.memory_info()"),
     ],
@@ -125,7 +126,8 @@ def test_a_refusal_of_the_driver_names_the_function_and_does_no_harm(program, en
     function = enqueue_function if function == "enqueue" else function
     program(
         f"""
-        stream, event, array = rs.Stream(), rs.Event(), rs.device_empty(4, "u1")
+        stream, busy, event, array = rs.Stream(), rs.Stream(), rs.Event(), rs.device_empty(4, "u1")
+        hold = rs.testing.hold(busy)
         with rs.testing.inject({function!r}, 999):
             try:
                 {call}
@@ -135,6 +137,8 @@ def test_a_refusal_of_the_driver_names_the_function_and_does_no_harm(program, en
                 raise AssertionError("not refused")
         {call}
         assert stream.then(lambda: 1).result(30) == 1
+        hold.release()
+        assert busy.completion().result(30) is None
         """
     )
 

@@ -20,10 +20,11 @@ pub const SIGNALS: [(&str, Signal); 2] = [("memory", Signal::Memory), ("driver",
 pub type Call = fn(&Api<'_>, &Stream, &rstream::Event);
 
 /// The calls, by name.
-pub const CALLS: [(&str, Call); 4] = [
+pub const CALLS: [(&str, Call); 5] = [
     ("query", |api, stream, _| assert!(stream.query(api).unwrap())),
     ("synchronize", |api, stream, _| stream.synchronize(api, None, &mut || false).unwrap()),
     ("event record", |api, stream, event| stream.record(api, event).unwrap()),
+    ("completion", |api, stream, _| assert!(stream.completion(api).unwrap().is_done())),
     ("create and close", |api, stream, _| new_stream(api, stream.device(), Signal::Driver).close()),
 ];
 

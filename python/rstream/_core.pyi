@@ -331,7 +331,7 @@ class Stream:
         """
 
     def completion(self) -> Completion[None]:
-        """A completion that resolves when all work queued so far is done."""
+        """A completion that resolves when all work queued so far is done: at once if it is (`cuStreamQuery`)."""
 
     def copy(self, dst: Any, src: Any) -> None:
         """Queue a copy of all bytes of `src` to `dst` (`cuMemcpyAsync`).

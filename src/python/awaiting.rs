@@ -259,7 +259,7 @@ impl Inbox {
                 let inbox = Arc::clone(self);
                 CONTINUATIONS.submit(
                     strand(),
-                    Job::python(move || {
+                    Job::new(true, move || {
                         gate::enter(|py| inbox.tell(py));
                     }),
                 );

@@ -214,7 +214,7 @@ impl Drop for CompletionPy {
                 let debt = debt.unwrap_or_else(Debt::new);
                 CONTINUATIONS.submit(
                     strand(),
-                    Job::python(move || {
+                    Job::new(true, move || {
                         gate::enter(move |py| inner.report(py));
                         drop(debt);
                     }),
@@ -326,7 +326,7 @@ impl CompletionPy {
             inner.on_done(move || {
                 CONTINUATIONS.submit(
                     strand(),
-                    Job::python(move || {
+                    Job::new(true, move || {
                         gate::enter(|py| tell(py, both.into_inner(py)));
                         drop(debt);
                     }),

@@ -211,7 +211,7 @@ impl<T: Objects> Drop for Buried<T> {
             // One entry for all that comes until it has the GIL.
             CONTINUATIONS.submit(
                 STRAND,
-                Job::python(|| {
+                Job::new(true, || {
                     enter(|py| {
                         let dead = std::mem::take(&mut *grave());
                         dead.into_iter().for_each(|object| let_go(py, object));

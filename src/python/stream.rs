@@ -491,7 +491,7 @@ impl StreamPy {
         queued.map(CompletionPy::notice)
     }
 
-    /// A completion that resolves when all work queued so far is done.
+    /// A completion that resolves when all work queued so far is done: at once if it is (`cuStreamQuery`).
     fn completion(&self, py: Python<'_>) -> PyResult<CompletionPy> {
         call(py, |api| self.0.completion(api)).map(CompletionPy::notice)
     }

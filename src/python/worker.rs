@@ -78,7 +78,7 @@ fn run_ordered<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> O
     let strand = STRAND.with(|strand| *strand);
     let slot = Arc::new(Slot::new());
     let unrun = Unrun(Some(Arc::clone(&slot)));
-    CALLBACKS.submit(strand, Task::python(move || unrun.put(callback_scope(job))));
+    CALLBACKS.submit(strand, Task::new(true, move || unrun.put(callback_scope(job))));
     slot.wait().flatten()
 }
 
