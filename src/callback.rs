@@ -40,8 +40,8 @@ pub(crate) trait HostCode: Send + 'static {
     const ACT: &'static str;
     const REMEDY: &'static str;
 
-    /// The stream reached the point with `status`. Called on the driver's callback thread, in stream order; the stream
-    /// goes on when this returns.
+    /// The stream reached the point with `status`. Called on the driver's callback thread or the polling one, in stream order; the
+    /// stream goes on when this returns.
     fn reached(self, status: Status, ticket: Ticket);
 }
 
@@ -237,7 +237,7 @@ impl HostCode for Notice {
 
 /// The point of a stream that is idle.
 pub(crate) fn reached_already() -> Completion<()> {
-    count_accepted::<Notice>();
+    ACCEPTED.fetch_add(1, Ordering::Relaxed);
     count(Outcome::Ran);
     completion::resolved(Status::SUCCESS, ())
 }
@@ -269,14 +269,6 @@ fn is_pythons(result: TypeId) -> bool {
     outcome == Some(result)
 }
 
-/// A stream has taken a piece of host code.
-fn count_accepted<C: HostCode>() {
-    ACCEPTED.fetch_add(1, Ordering::Relaxed);
-    if !C::ORDERED && C::enters_python() {
-        CONTINUATIONS.announce();
-    }
-}
-
 /// Queues `code` by the memory signal: see [`crate::lane`]. As [`enqueue`] otherwise.
 pub(crate) fn enqueue_on_lane<C: HostCode>(
     lane: &Arc<Lane>,
@@ -289,7 +281,7 @@ pub(crate) fn enqueue_on_lane<C: HostCode>(
     let due = Due { code: Code::Once(packet), ordered: C::ORDERED, python: C::enters_python() };
     let (error, due) = match lane.enqueue(stream, due) {
         Ok(()) => {
-            count_accepted::<C>();
+            ACCEPTED.fetch_add(1, Ordering::Relaxed);
             return Ok(());
         }
         Err(refused) => refused,
@@ -317,11 +309,6 @@ struct Behind<C> {
 
 impl<C: HostCode> HostCode for Behind<C> {
     const ORDERED: bool = C::ORDERED;
-
-    fn enters_python() -> bool {
-        C::enters_python()
-    }
-
     const ACT: &'static str = C::ACT;
     const REMEDY: &'static str = C::REMEDY;
 
@@ -352,7 +339,7 @@ fn enqueue_ticket<C: HostCode>(device: Device, stream: CUstream, ticket: Ticket,
         unsafe { device.driver().cuStreamAddCallback(stream, Some(trampoline::<C>), packet.cast::<c_void>(), 0) };
     match accepted {
         Ok(()) => {
-            count_accepted::<C>();
+            ACCEPTED.fetch_add(1, Ordering::Relaxed);
             Ok(())
         }
         Err(error) => {

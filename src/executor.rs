@@ -22,9 +22,12 @@ use crate::completion::shield;
 
 /// How long a strand waits for a busy worker before the stand-by takes it.
 const PATIENCE: Duration = Duration::from_micros(500);
-/// How long a worker serves strands before it lets go of the interpreter, and others take their turns.
+/// How long a worker stays with one strand while others are ready.
 const TURN: Duration = Duration::from_micros(200);
-/// In a flood Python jobs are announced as soon as this one after another.
+/// How long a worker serves strands before it lets go of the interpreter, which it may have to wait for again: another thread
+/// that computes in Python gives it up every 5 ms.
+const ENTRY: Duration = Duration::from_millis(1);
+/// In a flood Python jobs come as soon as this one after another.
 const NEAR: Duration = Duration::from_micros(5);
 /// How long it may take whoever queues a flood to go on after waiting for the GIL, which is to be woken up.
 const GRACE: Duration = Duration::from_micros(100);
@@ -100,8 +103,8 @@ struct Pool {
 pub struct Executor {
     pool: Mutex<Pool>,
     changed: Condvar,
-    /// How many Python jobs were announced.
-    announced: AtomicU64,
+    /// How many Python jobs have come.
+    arrived: AtomicU64,
 }
 
 /// For continuations, which may block on one another, on callbacks, and for as long as they like.
@@ -120,7 +123,7 @@ impl Executor {
             watched: false,
             last_turn: None,
         };
-        Executor { pool: Mutex::new(pool), changed: Condvar::new(), announced: AtomicU64::new(0) }
+        Executor { pool: Mutex::new(pool), changed: Condvar::new(), arrived: AtomicU64::new(0) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Pool> {
@@ -131,6 +134,9 @@ impl Executor {
     /// Runs `job` on a worker thread, after every job that was submitted under the same `strand` before. Drops it when
     /// the system cannot start even one thread.
     pub(crate) fn submit(&'static self, strand: u64, job: Job) {
+        if job.python {
+            self.arrived.fetch_add(1, Ordering::Relaxed);
+        }
         let mut pool = self.lock();
         if let Some(queue) = pool.strands.get_mut(&strand) {
             queue.push_back(job);
@@ -146,11 +152,6 @@ impl Executor {
             drop(pool);
             drop(lost);
         }
-    }
-
-    /// Says that a Python job will come, from a stream that has taken it.
-    pub(crate) fn announce(&self) {
-        self.announced.fetch_add(1, Ordering::Relaxed);
     }
 
     /// There is a ready strand: sees to it that a worker takes it, now or after [`PATIENCE`].
@@ -174,9 +175,9 @@ impl Executor {
         loop {
             if let Some((strand, jobs)) = self.next(&mut pool, was_busy) {
                 drop(pool);
-                let before = self.announced.load(Ordering::Relaxed);
-                self.serve(strand, jobs);
-                if self.announced.load(Ordering::Relaxed) != before {
+                let before = self.arrived.load(Ordering::Relaxed);
+                let python = self.serve(strand, jobs);
+                if python && self.arrived.load(Ordering::Relaxed) != before {
                     self.let_them_come();
                 }
                 was_busy = true;
@@ -209,37 +210,43 @@ impl Executor {
         Some(next)
     }
 
-    /// Serves a strand, and further ones, for a turn: those that enter the interpreter under one entry.
-    fn serve(&'static self, mut strand: u64, mut jobs: VecDeque<Job>) {
-        let turn = Instant::now();
+    /// Serves a strand, and further ones: those that enter the interpreter, which is the answer, under one entry.
+    fn serve(&'static self, mut strand: u64, mut jobs: VecDeque<Job>) -> bool {
         let python = jobs.front().is_some_and(|job| job.python);
         let mut serve = || {
+            // From here on: it may have taken long to enter.
+            let entry = Instant::now();
             loop {
-                run_while(&mut jobs, turn, |job| job.python == python);
+                run_while(&mut jobs, |job| job.python == python);
                 let mut pool = self.lock();
                 pool.put_back(strand, std::mem::take(&mut jobs));
-                if turn.elapsed() >= TURN || pool.first().is_none_or(|job| job.python != python) {
+                if entry.elapsed() >= ENTRY || pool.first().is_none_or(|job| job.python != python) {
                     return;
                 }
                 let Some(next) = self.next(&mut pool, true) else { return };
                 (strand, jobs) = next;
             }
         };
-        if python { batch(&mut serve) } else { serve() }
+        if python {
+            batch(&mut serve)
+        } else {
+            serve()
+        }
+        python
     }
 
     /// Waits while a flood comes. Else the interpreter is entered for each job: the thread that queues them then has to wait
     /// for the GIL each time, and both for one another to wake up.
     fn let_them_come(&self) {
         let started = Instant::now();
-        let (mut seen, mut came) = (self.announced.load(Ordering::Relaxed), None);
+        let (mut seen, mut came) = (self.arrived.load(Ordering::Relaxed), None);
         loop {
             // Cores may be fewer than threads.
             thread::yield_now();
-            let announced = self.announced.load(Ordering::Relaxed);
+            let arrived = self.arrived.load(Ordering::Relaxed);
             let now = Instant::now();
-            if announced != seen {
-                (seen, came) = (announced, Some(now));
+            if arrived != seen {
+                (seen, came) = (arrived, Some(now));
             }
             let waited = now.saturating_duration_since(started);
             if waited >= LONGEST {
@@ -255,8 +262,9 @@ impl Executor {
     }
 }
 
-/// Runs the jobs from the front on that fit, until the turn is over, and at least one.
-fn run_while(jobs: &mut VecDeque<Job>, turn: Instant, fits: impl Fn(&Job) -> bool) {
+/// Runs the jobs from the front on that fit, for a turn, and at least one.
+fn run_while(jobs: &mut VecDeque<Job>, fits: impl Fn(&Job) -> bool) {
+    let turn = Instant::now();
     while jobs.front().is_some_and(&fits) {
         let job = jobs.pop_front().expect("just seen");
         // A continuation catches its own panics; this keeps the worker alive whatever comes.

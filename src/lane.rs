@@ -171,6 +171,8 @@ pub(crate) struct Lane {
     /// Held by whoever runs what is due, so that it runs in order.
     turn: Mutex<()>,
     asked: Mutex<Instant>,
+    /// Held by whoever asks, which may take as long as the queue of the stream is full.
+    asking: Mutex<()>,
     gate: Arc<Gate>,
     /// The thread that has the turn is in the interpreter.
     in_python: AtomicBool,
@@ -225,6 +227,7 @@ impl Lane {
             front: AtomicU64::new(u64::MAX),
             turn: Mutex::new(()),
             asked: Mutex::new(Instant::now()),
+            asking: Mutex::new(()),
             gate: Gate::of(strand),
             in_python: AtomicBool::new(false),
             waiting: waiting(device),
@@ -345,8 +348,8 @@ impl Lane {
 
     /// Whether nothing is queued, and nothing runs.
     pub(crate) fn is_quiet(&self) -> bool {
-        let Ok(_turn) = self.turn.try_lock() else { return false };
-        self.queue().items.is_empty()
+        // In this order: what has left the queue runs under the turn.
+        self.front.load(Ordering::Acquire) == u64::MAX && self.turn.try_lock().is_ok()
     }
 
     /// Whether something is due.
@@ -452,6 +455,8 @@ impl Lane {
 
     /// Asks the stream how it is: after a fault no number comes, and what is queued is told. May block in the driver.
     pub(crate) fn look_after(&self) {
+        // One thread that is kept here is enough.
+        let Ok(_asking) = self.asking.try_lock() else { return };
         // Somebody may be about to begin a capture, which the query would break.
         let Some(_gate) = self.gate.try_read() else { return };
         let Some(stream) = self.queue().stream.clone() else { return };

@@ -858,7 +858,9 @@ impl Stream {
     /// What the driver answers.
     pub fn completion(&self, api: &Api<'_>) -> Result<Completion<()>> {
         let (lane, ready) = self.ready_for::<Notice>(api)?;
-        if lane.is_none_or(|lane| lane.is_quiet()) && query(&ready.raw).unwrap_or(false) {
+        // A blocking stream may have to wait for the legacy default stream, of which its query does not tell.
+        let is_alone = self.inner.non_blocking || self.is_legacy_default();
+        if is_alone && lane.is_none_or(|lane| lane.is_quiet()) && query(&ready.raw).unwrap_or(false) {
             return Ok(callback::reached_already());
         }
         let (promise, completion) = completion::channel();

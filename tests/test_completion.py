@@ -64,6 +64,15 @@ def test_a_completion_of_an_idle_stream_is_there_at_once(stream):
     assert [after[name] - before[name] for name in ("accepted", "run", "failed", "cancelled")] == [1, 1, 0, 0]
 
 
+def test_a_completion_of_a_blocking_stream_waits_for_the_legacy_stream(device):
+    legacy, blocking = rs.Stream.legacy_default(device), rs.Stream(device, non_blocking=False)
+    with rs.testing.hold(legacy) as hold:
+        completion = blocking.completion()
+        assert not completion.done()
+        hold.release()
+        assert completion.result(30) is None
+
+
 def test_completions_of_a_stream_are_there_in_order(stream):
     for _ in range(200):
         rs.testing.spin(stream, 1)

@@ -83,6 +83,30 @@ def test_many_streams_can_be_blocked_in_callbacks(device):
     assert len(counts) == 20
 
 
+def test_a_full_queue_does_not_use_up_the_threads_that_poll(device):
+    """A question about a stream blocks while somebody waits for room in its queue, and such are asked every 20 ms."""
+    full, other = (rs.Stream(device, signal="memory") for _ in range(2))
+    array = rs.device_empty(64, "u1", device)
+    with rs.testing.hold(full) as hold, rs.testing.hold(other) as quick:
+        waiting, last = full.add_callback(lambda status: 0), other.add_callback(lambda status: 0)
+
+        def fill():
+            for _ in range(3000):
+                full.fill(array, 1)
+
+        filler = threading.Thread(target=fill)
+        filler.start()
+        # Longer than it takes to ask 64 times.
+        with pytest.raises(TimeoutError):
+            waiting.result(2)
+        quick.release()
+        assert last.result(10) == 0
+        assert filler.is_alive()
+        hold.release()
+        filler.join()
+    assert waiting.result(30) == 0
+
+
 def test_streams_of_one_id_share_a_lane(device):
     stream, seen = rs.Stream(device, signal="memory"), []
     again = rs.Stream.from_external(stream.handle, device)
