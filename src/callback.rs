@@ -243,8 +243,7 @@ pub(crate) fn reached_already() -> Completion<()> {
 }
 
 fn fail<T>(promise: Promise<T>, ticket: Ticket, error: Error) {
-    ticket.ended(Outcome::Failed);
-    promise.resolve(Err(error));
+    promise.fail(error, |outcome| ticket.ended(outcome));
 }
 
 /// What the driver or a lane carries: one allocation for each piece of host code.

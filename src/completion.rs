@@ -292,17 +292,32 @@ impl<T> Promise<T> {
     /// Runs `f` and resolves with what it returns, or with its panic. Does nothing if it was cancelled. `ended` is told
     /// how it went before anybody can see the result.
     pub(crate) fn run(self, f: impl FnOnce() -> T, ended: impl FnOnce(Outcome)) {
-        {
-            let mut state = self.shared.lock();
-            match state.phase {
-                Phase::Pending => state.phase = Phase::Running,
-                _ => return ended(Outcome::Cancelled),
-            }
+        if !self.start() {
+            return ended(Outcome::Cancelled);
         }
         let result = panic::catch_unwind(AssertUnwindSafe(f))
             .map_err(|payload| Error::Panicked { message: panic_message(payload) });
         ended(if result.is_ok() { Outcome::Ran } else { Outcome::Failed });
         self.resolve(result);
+    }
+
+    /// Resolves with an error instead of running. As [`Promise::run`].
+    pub(crate) fn fail(self, error: Error, ended: impl FnOnce(Outcome)) {
+        if !self.start() {
+            return ended(Outcome::Cancelled);
+        }
+        ended(Outcome::Failed);
+        self.resolve(Err(error));
+    }
+
+    /// From now on it cannot be cancelled. False: it was.
+    fn start(&self) -> bool {
+        let mut state = self.shared.lock();
+        let pending = matches!(state.phase, Phase::Pending);
+        if pending {
+            state.phase = Phase::Running;
+        }
+        pending
     }
 
     /// Resolves without running anything.

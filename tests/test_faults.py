@@ -101,6 +101,25 @@ def test_a_code_that_is_no_fault_is_refused(program):
     assert out.split() == ["True"] * 7
 
 
+def test_what_was_cancelled_before_a_fault_counts_as_cancelled(program):
+    program(
+        """
+        stream = rs.Stream()
+        hold = rs.testing.hold(stream)
+        rs.testing.fault(stream)
+        pending = [stream.then(int), stream.launch_host_func(int), stream.add_callback(int), stream.completion()]
+        assert all(completion.cancel() for completion in pending)
+        last = stream.add_callback(lambda status: status.ok)
+        hold.release()
+        assert last.result(30) is False
+        while stream.pending:
+            pass
+        stats = rs.stats()
+        assert (stats["failed"], stats["cancelled"]) == (0, 4), stats
+        """
+    )
+
+
 @pytest.mark.soft_only
 @pytest.mark.parametrize(
     ("function", "call"),
