@@ -3,7 +3,10 @@
 //!
 //! It belongs to the stream's id, not to a handle. An enqueue may block in the driver, and then holds up the captures of
 //! its own stream only. Who needs several takes them in the order of their streams' ids.
+//!
+//! Here is also what else all handles of a stream have in common: its signal.
 
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError, Weak};
 
 use rustc_hash::{FxBuildHasher, FxHashMap};
@@ -14,7 +17,12 @@ use crate::driver::Kind;
 pub(crate) struct Gate {
     strand: u64,
     lock: RwLock<()>,
+    /// [`BY_DRIVER`] or [`BY_MEMORY`], as the handle that owns the stream has it; 0 for a stream of another library.
+    signal: AtomicU8,
 }
+
+const BY_DRIVER: u8 = 1;
+const BY_MEMORY: u8 = 2;
 
 impl Gate {
     /// The lock of the stream with the id `strand`.
@@ -27,13 +35,24 @@ impl Gate {
         if gates.len() >= 64 && gates.len().is_power_of_two() {
             gates.retain(|_, gate| gate.strong_count() > 0);
         }
-        let gate = Arc::new(Gate { strand, lock: RwLock::new(()) });
+        let gate = Arc::new(Gate { strand, lock: RwLock::new(()), signal: AtomicU8::new(0) });
         gates.insert(strand, Arc::downgrade(&gate));
         gate
     }
 
     pub(crate) fn strand(&self) -> u64 {
         self.strand
+    }
+
+    /// Whether the handle that owns the stream has the memory signal, if there is one.
+    pub(crate) fn owner_by_memory(&self) -> Option<bool> {
+        let signal = self.signal.load(Ordering::Acquire);
+        (signal != 0).then_some(signal == BY_MEMORY)
+    }
+
+    /// Before anybody else knows the stream. With a driver that has no ids, the handle may have been another stream's.
+    pub(crate) fn set_owner_by_memory(&self, by_memory: bool) {
+        self.signal.store(if by_memory { BY_MEMORY } else { BY_DRIVER }, Ordering::Release);
     }
 
     /// No capture begins or ends for the stream while this is held.

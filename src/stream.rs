@@ -288,7 +288,7 @@ impl Stream {
     }
 
     /// A stream of another library, by its handle. It is never destroyed by rstream; `keep` is dropped with the last use
-    /// of it. 0 is the legacy default stream.
+    /// of it. 0 is the legacy default stream. Of a stream that rstream made, it has the signal that was asked for there.
     ///
     /// # Safety
     /// `handle` is a stream of the primary context of `device`, alive as long as `keep`, or for good.
@@ -344,11 +344,21 @@ impl Stream {
                 device.context_handle()
             )));
         }
-        let by_memory = signal.by_memory(device, handle as usize)?;
+        let gate = Gate::of(strand(device, id));
+        // All handles of a stream have one signal: under two, the driver's callback of one would come before what is due
+        // in the lane of the other. Only an owner can ask for one, and it is there before any other handle.
+        let known = if owned { None } else { gate.owner_by_memory() };
+        let by_memory = match known {
+            Some(by_memory) => by_memory,
+            None => signal.by_memory(device, handle as usize)?,
+        };
+        if owned {
+            gate.set_owner_by_memory(by_memory);
+        }
         Ok(Stream {
             inner: Arc::new(Inner {
                 device,
-                gate: Gate::of(strand(device, id)),
+                gate,
                 by_memory,
                 lane: OnceLock::new(),
                 address: handle as usize,
@@ -491,7 +501,7 @@ impl Stream {
         self.inner.green_context
     }
 
-    /// How the host is told: never [`Signal::Auto`].
+    /// How the host is told: never [`Signal::Auto`]. The same for all handles of a stream.
     #[must_use]
     pub fn signal(&self) -> Signal {
         if self.inner.by_memory { Signal::Memory } else { Signal::Driver }

@@ -133,6 +133,34 @@ fn host_code_of_a_closed_stream_still_runs() {
 }
 
 #[test]
+fn continuations_stay_in_order_through_two_handles_whatever_the_signal() {
+    with_stream(|api, stream| {
+        for signal in [Signal::Driver, Signal::Memory] {
+            let options = StreamOptions { signal, ..StreamOptions::default() };
+            let owner = Stream::new(api, stream.device(), options)?;
+            // SAFETY: the owner lives longer.
+            let adopted = unsafe { Stream::from_raw(api, owner.device(), owner.handle()?, None) }?;
+            assert_eq!((owner.signal(), adopted.signal()), (signal, signal));
+            let seen = Arc::new(Mutex::new(Vec::new()));
+            let hold = testing::hold(api, &owner)?;
+            let completions = (0..400)
+                .map(|number| {
+                    let seen = Arc::clone(&seen);
+                    let handle = if number % 2 == 0 { &owner } else { &adopted };
+                    handle.then(api, move |_| seen.lock().unwrap().push(number))
+                })
+                .collect::<Result<Vec<_>, _>>()?;
+            hold.release();
+            for completion in completions {
+                completion.into_result(None)?;
+            }
+            assert!(seen.lock().unwrap().iter().copied().eq(0..400));
+        }
+        Ok(())
+    });
+}
+
+#[test]
 fn a_drop_inside_a_callback_is_safe() {
     with_stream(|api, stream| {
         let other = Stream::new(api, stream.device(), StreamOptions::default())?;

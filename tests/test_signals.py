@@ -119,6 +119,78 @@ def test_streams_of_one_id_share_a_lane(device):
     assert seen == list(range(100))
 
 
+@pytest.fixture(params=["owner first", "adopted first"])
+def handles(request, signalled):
+    """Two handles of one stream, in either order: its owner's, and an adopted one.
+
+    Under one of its two values, RSTREAM_SIGNAL says another signal for the adopted one than the owner has.
+    """
+    other = rs.Stream.from_external(signalled.handle, signalled.device)
+    assert other is not signalled
+    assert other == signalled
+    return (signalled, other) if request.param == "owner first" else (other, signalled)
+
+
+def test_handles_of_a_stream_have_one_signal(device, signalled):
+    other = rs.Stream.from_external(signalled.handle, device)
+    third = rs.Stream.from_external(other.handle, device)
+    assert {other.signal, third.signal} == {signalled.signal}
+
+
+def test_continuations_of_two_handles_run_in_order(handles):
+    seen = []
+    for _ in range(5):
+        with rs.testing.hold(handles[0]):
+            pending = [handles[number % 2].then(seen.append, number) for number in range(400)]
+        rs.wait(pending, 60)
+        assert seen == list(range(400))
+        seen.clear()
+
+
+def test_continuations_of_two_handles_of_a_stream_that_is_not_held_run_in_order(handles):
+    seen = []
+    rs.wait([handles[number % 2].then(seen.append, number) for number in range(2000)], 60)
+    assert seen == list(range(2000))
+
+
+def test_completions_of_two_handles_resolve_in_order(handles):
+    for _ in range(20):
+        with rs.testing.hold(handles[0]):
+            pending = [handles[number % 2].completion() for number in range(400)]
+        while not pending[-1].done():
+            # From the end on: when one is done, those before it are.
+            done = [completion.done() for completion in reversed(pending)]
+            assert done == sorted(done)
+        assert all(completion.done() for completion in pending)
+
+
+def test_a_continuation_sees_the_completions_of_another_handle_that_were_queued_before(handles):
+    first, second = handles
+    for _ in range(5):
+        with rs.testing.hold(first):
+            pending = []
+            for _ in range(200):
+                told = first.completion()
+                pending.append(second.then(told.done))
+        assert all(continuation.result(60) for continuation in pending)
+
+
+def test_a_completion_is_not_done_at_once_before_that_of_another_handle(handles):
+    """A thread that polls may not have told of the first when the stream is idle."""
+    first, second = handles
+    rs.set_wait_policy("sleep")
+    try:
+        for _ in range(200):
+            with rs.testing.hold(first):
+                before = first.completion()
+            while not second.query():
+                pass
+            if second.completion().done():
+                assert before.done()
+    finally:
+        rs.set_wait_policy("adaptive")
+
+
 def test_a_closed_stream_still_runs_what_it_has(device):
     stream, seen = rs.Stream(device, signal="memory"), []
     with rs.testing.hold(stream):

@@ -204,7 +204,7 @@ class Stream:
 
     @property
     def signal(self) -> Literal["memory", "driver"]:
-        """How the host is told that a point was reached; never `"auto"`."""
+        """How the host is told that a point was reached; never `"auto"`. The same for all handles of a stream."""
 
     @property
     def attributes(self) -> StreamAttributes:

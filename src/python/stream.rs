@@ -202,7 +202,7 @@ impl StreamPy {
         self.0.green_context()
     }
 
-    /// How the host is told that a point was reached; never `"auto"`.
+    /// How the host is told that a point was reached; never `"auto"`. The same for all handles of a stream.
     #[getter]
     fn signal(&self) -> &'static str {
         match self.0.signal() {
