@@ -277,7 +277,9 @@ pub(crate) fn enqueue_on_lane<C: HostCode>(
     code: C,
 ) -> Result<(), (Error, C)> {
     let packet = Box::new(Packet { code, ticket: Ticket::new(pending) });
-    let due = Due { code: Code::Once(packet), ordered: C::ORDERED, python: C::enters_python() };
+    // A continuation enters the interpreter on its worker, not on the polling thread.
+    let python = C::ORDERED && C::enters_python();
+    let due = Due { code: Code::Once(packet), ordered: C::ORDERED, python };
     let (error, due) = match lane.enqueue(stream, due) {
         Ok(()) => {
             ACCEPTED.fetch_add(1, Ordering::Relaxed);

@@ -1,9 +1,10 @@
 //! The threads that run continuations: in order per strand, without one strand's slow job holding up another's.
 //!
 //! A strand is a queue of jobs under a key, the stream's id. One worker serves all strands in short turns, so that a
-//! flood of quick jobs needs one thread, and enters the interpreter once for many. A second worker stands by; it takes a strand only when that has waited for
-//! half a millisecond while no worker took its next turn, which means that a job is slow or blocked. It then leaves a new
-//! stand-by behind.
+//! flood of quick jobs needs one thread, and enters the interpreter once for many. A second worker stands by; it takes a
+//! strand only when that has waited for half a millisecond while no worker took its next turn, which means that a job is slow
+//! or blocked. It then leaves a new stand-by behind, which has half of that patience, and so on until a worker comes back from
+//! its jobs: where many block, the next is soon found out.
 //!
 //! Here is also what makes a thread one of rstream's own, which may enter the interpreter, and how it runs several pieces
 //! of Python host code under one entry.
@@ -20,19 +21,20 @@ use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use crate::completion::shield;
 
-/// How long a strand waits for a busy worker before the stand-by takes it.
+/// How long a strand waits for a busy worker before the stand-by takes it, at most and at least.
 const PATIENCE: Duration = Duration::from_micros(500);
+const LEAST_PATIENCE: Duration = Duration::from_micros(15);
 /// How long a worker stays with one strand while others are ready.
 const TURN: Duration = Duration::from_micros(200);
 /// How long a worker serves strands before it lets go of the interpreter, which it may have to wait for again: another thread
 /// that computes in Python gives it up every 5 ms.
 const ENTRY: Duration = Duration::from_millis(1);
 /// In a flood Python jobs come as soon as this one after another.
-const NEAR: Duration = Duration::from_micros(5);
+const NEAR: Duration = Duration::from_micros(30);
 /// How long it may take whoever queues a flood to go on after waiting for the GIL, which is to be woken up.
 const GRACE: Duration = Duration::from_micros(100);
 /// How long a worker lets a flood come before it takes its turn.
-const LONGEST: Duration = Duration::from_micros(250);
+const LONGEST: Duration = Duration::from_micros(400);
 /// Continuations may block on one another; this many can at the same time.
 const MOST_THREADS: usize = 256;
 /// Workers beyond these end when they find nothing to do.
@@ -97,6 +99,16 @@ struct Pool {
     /// An idle worker waits with a time limit for the strand at the front.
     watched: bool,
     last_turn: Option<Instant>,
+    /// How long the stand-by waits now.
+    patience: Duration,
+}
+
+/// What there is for a worker that has nothing to do.
+enum Next {
+    Strand(u64, VecDeque<Job>),
+    /// Perhaps a strand, when so much time has passed without another worker's turn.
+    After(Duration),
+    Nothing,
 }
 
 /// Strands and the threads that serve them.
@@ -122,6 +134,7 @@ impl Executor {
             idle: 0,
             watched: false,
             last_turn: None,
+            patience: PATIENCE,
         };
         Executor { pool: Mutex::new(pool), changed: Condvar::new(), arrived: AtomicU64::new(0) }
     }
@@ -173,41 +186,68 @@ impl Executor {
         let mut was_busy = false;
         let mut pool = self.lock();
         loop {
-            if let Some((strand, jobs)) = self.next(&mut pool, was_busy) {
-                drop(pool);
-                let before = self.arrived.load(Ordering::Relaxed);
-                let python = self.serve(strand, jobs);
-                if python && self.arrived.load(Ordering::Relaxed) != before {
-                    self.let_them_come();
+            let next = if was_busy { self.take(&mut pool) } else { self.take_if_stalled(&mut pool) };
+            match next {
+                Next::Strand(strand, jobs) => {
+                    drop(pool);
+                    let before = self.arrived.load(Ordering::Relaxed);
+                    let python = self.serve(strand, jobs);
+                    if python && self.arrived.load(Ordering::Relaxed) != before {
+                        self.let_them_come();
+                    }
+                    was_busy = true;
+                    pool = self.lock();
+                    continue;
                 }
-                was_busy = true;
-                pool = self.lock();
-                continue;
+                Next::Nothing if pool.idle >= KEPT_IDLE => {
+                    pool.threads -= 1;
+                    return;
+                }
+                Next::After(time) if !pool.watched => {
+                    pool.idle += 1;
+                    pool.watched = true;
+                    pool = self.changed.wait_timeout(pool, time).unwrap_or_else(PoisonError::into_inner).0;
+                    pool.watched = false;
+                }
+                Next::After(_) | Next::Nothing => {
+                    pool.idle += 1;
+                    pool = self.changed.wait(pool).unwrap_or_else(PoisonError::into_inner);
+                }
             }
             was_busy = false;
-            if pool.idle >= KEPT_IDLE && pool.ready.is_empty() {
-                pool.threads -= 1;
-                return;
-            }
-            pool.idle += 1;
-            if pool.ready.is_empty() || pool.watched {
-                pool = self.changed.wait(pool).unwrap_or_else(PoisonError::into_inner);
-            } else {
-                pool.watched = true;
-                pool = self.changed.wait_timeout(pool, PATIENCE).unwrap_or_else(PoisonError::into_inner).0;
-                pool.watched = false;
-            }
             pool.idle -= 1;
         }
     }
 
-    /// The next strand for a worker, which is called for the one after it.
-    fn next(&'static self, pool: &mut Pool, was_busy: bool) -> Option<(u64, VecDeque<Job>)> {
-        let next = pool.next(was_busy)?;
+    /// The next strand for a worker that comes from another.
+    fn take(&'static self, pool: &mut Pool) -> Next {
+        pool.patience = PATIENCE;
+        self.take_front(pool)
+    }
+
+    /// The next strand for a worker that stands by: one that nobody else is at.
+    fn take_if_stalled(&'static self, pool: &mut Pool) -> Next {
+        let Some(&(_, since)) = pool.ready.front() else { return Next::Nothing };
+        if pool.idle + 1 < pool.threads {
+            let since = pool.last_turn.map_or(since, |turn| turn.max(since));
+            let left = pool.patience.saturating_sub(since.elapsed());
+            if !left.is_zero() {
+                return Next::After(left);
+            }
+            pool.patience = (pool.patience / 2).max(LEAST_PATIENCE);
+        }
+        self.take_front(pool)
+    }
+
+    /// Takes the strand at the front; another worker is called for the one after it.
+    fn take_front(&'static self, pool: &mut Pool) -> Next {
+        let Some((strand, _)) = pool.ready.pop_front() else { return Next::Nothing };
+        pool.last_turn = Some(Instant::now());
+        let jobs = std::mem::take(pool.strands.get_mut(&strand).expect("a ready strand has jobs"));
         if pool.idle == 0 && pool.threads < MOST_THREADS || !pool.ready.is_empty() {
             self.call_a_worker(pool);
         }
-        Some(next)
+        Next::Strand(strand, jobs)
     }
 
     /// Serves a strand, and further ones: those that enter the interpreter, which is the answer, under one entry.
@@ -223,8 +263,8 @@ impl Executor {
                 if entry.elapsed() >= ENTRY || pool.first().is_none_or(|job| job.python != python) {
                     return;
                 }
-                let Some(next) = self.next(&mut pool, true) else { return };
-                (strand, jobs) = next;
+                let Next::Strand(next, its) = self.take(&mut pool) else { return };
+                (strand, jobs) = (next, its);
             }
         };
         if python {
@@ -239,6 +279,8 @@ impl Executor {
     /// for the GIL each time, and both for one another to wake up.
     fn let_them_come(&self) {
         let started = Instant::now();
+        // The stand-by need not think that this worker is blocked.
+        self.lock().last_turn = Some(started);
         let (mut seen, mut came) = (self.arrived.load(Ordering::Relaxed), None);
         loop {
             // Cores may be fewer than threads.
@@ -276,22 +318,6 @@ fn run_while(jobs: &mut VecDeque<Job>, fits: impl Fn(&Job) -> bool) {
 }
 
 impl Pool {
-    /// The next strand for a worker. Busy workers take the next at once; an idle one only if nobody else is at it.
-    fn next(&mut self, was_busy: bool) -> Option<(u64, VecDeque<Job>)> {
-        let &(_, since) = self.ready.front()?;
-        let busy_workers = self.threads - self.idle - usize::from(!was_busy);
-        if !was_busy && busy_workers > 0 {
-            let stalled = |at: Instant| at.elapsed() >= PATIENCE;
-            if !stalled(since) || !self.last_turn.is_none_or(stalled) {
-                return None;
-            }
-        }
-        let (strand, _) = self.ready.pop_front()?;
-        self.last_turn = Some(Instant::now());
-        let jobs = std::mem::take(self.strands.get_mut(&strand)?);
-        Some((strand, jobs))
-    }
-
     /// A worker is done with a strand, but for `jobs`.
     fn put_back(&mut self, strand: u64, mut jobs: VecDeque<Job>) {
         let queue = self.strands.get_mut(&strand).expect("a strand stays while a worker serves it");

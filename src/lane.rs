@@ -304,18 +304,18 @@ impl Lane {
         }
         let item = queue.items.pop_back().expect("just seen");
         self.front_changed(&queue);
-        self.no_longer_ordered(&mut queue, ordered);
+        if ordered {
+            self.no_longer_ordered(&mut queue);
+        }
         // The one that was pushed above, since `last` is locked.
         Err((Some(error), item.due))
     }
 
-    /// The stream does not wait for one item any more, if it did.
-    fn no_longer_ordered(&self, queue: &mut Queue, ordered: bool) {
-        if ordered {
-            queue.ordered -= 1;
-            if queue.ordered == 0 {
-                self.waiting.fetch_sub(1, Ordering::AcqRel);
-            }
+    /// The stream does not wait for one item any more.
+    fn no_longer_ordered(&self, queue: &mut Queue) {
+        queue.ordered -= 1;
+        if queue.ordered == 0 {
+            self.waiting.fetch_sub(1, Ordering::AcqRel);
         }
     }
 
@@ -422,8 +422,10 @@ impl Lane {
                 Code::Again(code) => code.reached(status),
             });
         });
-        self.words.ack().fetch_max(number, Ordering::Release);
-        self.no_longer_ordered(&mut self.queue(), ordered);
+        if ordered {
+            self.words.ack().fetch_max(number, Ordering::Release);
+            self.no_longer_ordered(&mut self.queue());
+        }
     }
 
     /// Whether nothing is queued; the poller gives it up then.

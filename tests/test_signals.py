@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import weakref
 
 import pytest
@@ -274,6 +275,22 @@ def test_a_policy_of_the_environment(program):
 
 
 LIBC = ctypes.CDLL(None)
+
+
+def test_a_continuation_in_python_keeps_nobody_else_from_running(signalled):
+    """While the GIL is held the stream goes on, and native callbacks behind the continuation run."""
+    library = ctypes.PyDLL(None, use_errno=True)
+    word = ctypes.create_string_buffer(64)
+    assert library.sem_init(word, 0, 0) == 0
+    limit = (ctypes.c_long * 2)(int(time.time()) + 60, 0)
+    post = ctypes.cast(library.sem_post, ctypes.c_void_p).value
+    with rs.testing.hold(signalled):
+        continuation = signalled.then(int)
+        callback = signalled.add_native_callback(post, ctypes.addressof(word), keep_alive=word)
+    # With the GIL held, as a function of a PyDLL is called.
+    assert library.sem_timedwait(word, limit) == 0, ctypes.get_errno()
+    assert callback.result(30) is None
+    assert continuation.result(30) == 0
 
 
 @pytest.mark.parametrize("status", [False, True])
