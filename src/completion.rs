@@ -92,6 +92,15 @@ pub(crate) struct Promise<T> {
     shared: Arc<Shared<T>>,
 }
 
+/// Whether this thread may wait for a completion that is not done.
+pub(crate) fn may_wait() -> Result<()> {
+    if in_callback() {
+        let what = "a callback must not wait for a completion: what it waits for may be queued behind it";
+        return Err(Error::NotPermitted { what: what.into() });
+    }
+    Ok(())
+}
+
 pub(crate) fn channel<T>() -> (Promise<T>, Completion<T>) {
     let shared = Arc::new(Shared::new(Phase::Pending, None));
     (Promise { shared: Arc::clone(&shared) }, Completion { shared })
@@ -161,11 +170,7 @@ impl<T> Completion<T> {
         if state.is_done() {
             return Ok(());
         }
-        if in_callback() {
-            return Err(Error::NotPermitted {
-                what: "a callback must not wait for a completion: what it waits for may be queued behind it".into(),
-            });
-        }
+        may_wait()?;
         let started = Instant::now();
         loop {
             let elapsed = started.elapsed();

@@ -49,7 +49,7 @@ pub fn wait_policy() -> WaitPolicy {
 
 /// How long foreign code may keep the polling thread.
 const PATIENCE: Duration = Duration::from_micros(500);
-const SPIN: Duration = Duration::from_micros(50);
+pub(crate) const SPIN: Duration = Duration::from_micros(50);
 const SHORTEST: Duration = Duration::from_micros(20);
 const LONGEST: Duration = Duration::from_millis(2);
 /// For so long after the last work the stand-by looks at the clock on its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -338,6 +339,38 @@ def test_callbacks_run_while_every_worker_of_continuations_is_blocked(device):
     rs.Stream(device).add_callback(lambda _status: ready.set()).result(60)
     assert rs.wait(waiting, 60).not_done == set()
     assert all(completion.result() for completion in waiting)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda completion: rs.wait([completion], 60),
+        lambda completion: list(rs.as_completed([completion], 60)),
+        lambda completion: completion.future().result(60),
+        lambda completion: asyncio.run(awaited(completion)),
+    ],
+    ids=["wait", "as_completed", "future", "await"],
+)
+def test_news_needs_no_worker_of_continuations(device, stream, wait):
+    """As many continuations as there are threads for wait for a completion."""
+    entered = threading.Semaphore(0)
+
+    def block():
+        entered.release()
+        wait(news)
+
+    with rs.testing.hold(stream):
+        news = stream.completion()
+        streams = [rs.Stream(device) for _ in range(260)]
+        waiting = [stream.then(block) for stream in streams]
+        for _ in range(256):
+            assert entered.acquire(timeout=60)
+    assert rs.wait(waiting, 60).not_done == set()
+    assert [completion.exception() for completion in waiting] == [None] * 260
+
+
+async def awaited(completion):
+    return await completion
 
 
 def test_workers_that_end_leave_no_thread_state_behind(program):

@@ -34,6 +34,7 @@ __all__ = [
     "Node",
     "Stream",
     "StreamAttributes",
+    "_Finished",
     "__version__",
     "_after_fork",
     "_at_exit",
@@ -797,6 +798,7 @@ class Completion(Generic[_T_co]):
         """
 
     def _add_waiter(self, function: Callable[[Completion[Any]], object]) -> int | None: ...
+    def _tell(self, finished: _Finished, number: int) -> int | None: ...
     def _remove_waiter(self, number: int) -> None: ...
     def future(self) -> Future[_T_co]:
         """A `concurrent.futures.Future` that gets the same result."""
@@ -860,6 +862,15 @@ class Injection:
         *_exception: type[BaseException] | BaseException | TracebackType | None,
     ) -> None: ...
 
+@final
+class _Finished:
+    def __new__(cls) -> _Finished: ...
+    def get(self, seconds: float | None) -> int | None:
+        """The number of the next that is done; `None` when there is none after `seconds`."""
+
+    def empty(self) -> bool:
+        """Whether none is done that was not got."""
+
 def in_callback() -> bool:
     """Whether this thread runs a callback or a host function, in which no calls of the API are permitted."""
 
@@ -867,8 +878,9 @@ def set_wait_policy(policy: Literal["adaptive", "spin", "sleep"]) -> None:
     """Set how the thread that polls for the memory signal waits, for the whole process.
 
     `"adaptive"` spins for 50 us, then sleeps for an eighth of the time waited so far, at most 2 ms; `"spin"` spins,
-    which takes a core while host code is queued; `"sleep"` never spins. With nothing queued it sleeps under each. The
-    environment variable `RSTREAM_WAIT_POLICY` sets it for a process. Raises `InvalidValueError` for another.
+    which takes a core while host code is queued; `"sleep"` never spins. With nothing queued it sleeps under each. An
+    `await` spins for up to 50 us too before it suspends the event loop, but under `"sleep"`. The environment variable
+    `RSTREAM_WAIT_POLICY` sets it for a process. Raises `InvalidValueError` for another.
     """
 
 def wait_policy() -> Literal["adaptive", "spin", "sleep"]:

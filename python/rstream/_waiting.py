@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import math
-import queue
 import threading
 import time
 import weakref
@@ -44,27 +42,35 @@ def _set(completions: Iterable[_core.Completion[Any]]) -> set[_core.Completion[A
 def _left(deadline: float | None) -> float | None:
     if deadline is None:
         return None
-    # What a lock can wait for at most.
-    return min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+    return max(0.0, deadline - time.monotonic())
 
 
-@contextlib.contextmanager
-def _listening(
-    completions: set[_core.Completion[Any]],
-) -> Iterator[queue.SimpleQueue[_core.Completion[Any]]]:
-    """A queue that gets each completion when it is done. Afterwards nothing is left with those that are not."""
-    finished: queue.SimpleQueue[_core.Completion[Any]] = queue.SimpleQueue()
-    waiters: list[tuple[_core.Completion[Any], int]] = []
-    try:
-        for completion in completions:
-            waiter = completion._add_waiter(finished.put)
-            if waiter is not None:
-                waiters.append((completion, waiter))
-        yield finished
-    finally:
-        for completion, waiter in waiters:
-            if not completion.done():
+class _Listener:
+    """Gets each completion when it is done. Afterwards nothing is left with those that are not."""
+
+    def __init__(self, completions: Iterable[_core.Completion[Any]]) -> None:
+        self._completions = list(completions)
+        self._finished = _core._Finished()
+        self._waiters: list[int | None] = []
+
+    def __enter__(self) -> _Listener:
+        for number, completion in enumerate(self._completions):
+            self._waiters.append(completion._tell(self._finished, number))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for completion, waiter in zip(self._completions, self._waiters, strict=False):
+            if waiter is not None and not completion.done():
                 completion._remove_waiter(waiter)
+
+    def next(self, deadline: float | None) -> _core.Completion[Any] | None:
+        """The next that is done, for a callback only if one is; `None` after the deadline."""
+        number = self._finished.get(_left(deadline))
+        return None if number is None else self._completions[number]
+
+    def empty(self) -> bool:
+        """Whether there is none now."""
+        return self._finished.empty()
 
 
 def wait(
@@ -83,13 +89,13 @@ def wait(
         )
     deadline = _deadline(timeout)
     pending = _set(completions)
-    # Those that are done need no queue.
+    # Those that are done need no listener.
     done = {completion for completion in pending if completion.done()}
     pending -= done
     if _is_met(return_when, done) or not pending:
         return DoneAndNotDone(done, pending)
-    with _listening(pending) as finished:
-        return _gather(done, pending, finished, deadline, return_when)
+    with _Listener(pending) as listener:
+        return _gather(done, pending, listener, deadline, return_when)
 
 
 def _is_met(return_when: str, done: Iterable[_core.Completion[Any]]) -> bool:
@@ -134,34 +140,21 @@ async def gather(completions: Iterable[_core.Completion[Any]], *, return_excepti
         del failure, results, completions, given, completion
 
 
-def _next(finished: queue.SimpleQueue[_core.Completion[Any]], deadline: float | None) -> _core.Completion[Any]:
-    """The next completion that is done. A callback gets those that are, and does not wait for others."""
-    try:
-        return finished.get_nowait()
-    except queue.Empty:
-        if _core.in_callback():
-            raise NotPermittedError(
-                "a callback cannot wait for a completion: what it waits for may be queued behind it", 800
-            ) from None
-    return finished.get(timeout=_left(deadline))
-
-
 def _gather(
     done: set[_core.Completion[Any]],
     pending: set[_core.Completion[Any]],
-    finished: queue.SimpleQueue[_core.Completion[Any]],
+    listener: _Listener,
     deadline: float | None,
     return_when: str,
 ) -> DoneAndNotDone:
     while pending:
-        try:
-            completion = _next(finished, deadline)
-        except queue.Empty:
+        completion = listener.next(deadline)
+        if completion is None:
             break
         pending.discard(completion)
         done.add(completion)
         # The first to be done are given together.
-        if (return_when != "FIRST_COMPLETED" or finished.empty()) and _is_met(return_when, [completion]):
+        if (return_when != "FIRST_COMPLETED" or listener.empty()) and _is_met(return_when, [completion]):
             break
     return DoneAndNotDone(done, pending)
 
@@ -177,13 +170,12 @@ def as_completed(
 
 
 def _iterate(pending: set[_core.Completion[Any]], deadline: float | None) -> Iterator[_core.Completion[Any]]:
-    with _listening(pending) as finished:
+    with _Listener(pending) as listener:
         count = len(pending)
         for number in range(count):
-            try:
-                completion = _next(finished, deadline)
-            except queue.Empty:
-                raise WaitTimeoutError(f"{count - number} of {count} completions are not done", 909) from None
+            completion = listener.next(deadline)
+            if completion is None:
+                raise WaitTimeoutError(f"{count - number} of {count} completions are not done", 909)
             yield completion
 
 
@@ -210,9 +202,27 @@ def _settle(future: concurrent.futures.Future[Any], completion: _core.Completion
 inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, object] = weakref.WeakKeyDictionary()
 
 
+class _Future(concurrent.futures.Future[Any]):
+    """A future that a callback does not wait for either."""
+
+    def _may_wait(self) -> None:
+        if not self.done() and _core.in_callback():
+            raise NotPermittedError(
+                "a callback must not wait for a completion: what it waits for may be queued behind it", 800
+            )
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._may_wait()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._may_wait()
+        return super().exception(timeout)
+
+
 def concurrent_future(completion: _core.Completion[Any]) -> concurrent.futures.Future[Any]:
     """`Completion.future`."""
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future = _Future()
     waiter: int | None = None
     # Whoever takes it says, once, that the future runs or was cancelled.
     decided = threading.Lock()

@@ -13,7 +13,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use pyo3::exceptions::{PyBaseException, PyNotImplementedError, PyRuntimeError, PyStopIteration};
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -23,11 +23,12 @@ use pyo3::sync::{MutexExt as _, PyOnceLock};
 use pyo3::types::{PyTuple, PyWeakrefReference};
 
 use super::completion::{CompletionPy, Ending, strand};
-use super::errors::exception;
+use super::errors::{PyResultExt as _, exception};
 use super::gate::{self, Buried, drop_attached, in_place};
-use crate::completion::HookId;
+use crate::completion::{HookId, may_wait};
 use crate::error::Error;
-use crate::executor::{CONTINUATIONS, Job};
+use crate::executor::{CALLBACKS, Job};
+use crate::poller::{SPIN, WaitPolicy, wait_policy};
 
 /// What `await completion` goes through.
 #[pyclass(name = "_Await", module = "rstream", frozen)]
@@ -48,6 +49,7 @@ impl Await {
     fn suspend<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         static RUNNING: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         gate::refuse_forked()?;
+        may_wait().py(py)?;
         if gate::is_closed() {
             return Err(exception(py, &Error::Shutdown));
         }
@@ -150,10 +152,9 @@ impl Await {
     }
 }
 
-/// Waits for a moment for what is about to be: to suspend an event loop and to wake it up takes several times as long.
+/// Waits for a moment for what is about to be: to suspend an event loop and to wake it up takes as long.
 /// When that was in vain the next one is left out, then the next two, and so on.
 fn spin(is_done: impl Fn() -> bool) -> bool {
-    const LONGEST: Duration = Duration::from_micros(8);
     const MOST_LEFT_OUT: u32 = 64;
     /// How many are left out after a failure.
     static PENALTY: AtomicU32 = AtomicU32::new(1);
@@ -161,6 +162,9 @@ fn spin(is_done: impl Fn() -> bool) -> bool {
     static LEFT_OUT: AtomicU32 = AtomicU32::new(0);
     static ALONE: OnceLock<bool> = OnceLock::new();
 
+    if wait_policy() == WaitPolicy::Sleep {
+        return false;
+    }
     // Threads that do this at the same time may lose a count, which is only a guess.
     let left_out = LEFT_OUT.load(Ordering::Relaxed);
     if left_out > 0 {
@@ -171,7 +175,7 @@ fn spin(is_done: impl Fn() -> bool) -> bool {
         return false;
     }
     let started = Instant::now();
-    while started.elapsed() < LONGEST {
+    while started.elapsed() < SPIN {
         for _ in 0..16 {
             if is_done() {
                 PENALTY.store(1, Ordering::Relaxed);
@@ -257,12 +261,11 @@ impl Inbox {
             Some(bell) => bell.ring(),
             None => {
                 let inbox = Arc::clone(self);
-                CONTINUATIONS.submit(
-                    strand(),
-                    Job::new(true, move || {
-                        gate::enter(|py| inbox.tell(py));
-                    }),
-                );
+                let tell = move || {
+                    gate::enter(|py| inbox.tell(py));
+                };
+                // Continuations may wait for what the loop does.
+                CALLBACKS.submit(strand(), Job::new(true, tell));
             }
         }
     }

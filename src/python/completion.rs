@@ -1,7 +1,9 @@
 //! `rstream.Completion`.
 
-use std::sync::Arc;
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use pyo3::exceptions::{PyBaseException, PyException, PyTypeError};
 use pyo3::gc::{PyTraverseError, PyVisit};
@@ -14,9 +16,9 @@ use super::errors::{PyResultExt as _, exception};
 use super::gate::{Buried, Debt, Objects};
 use super::worker::{Outcome, status_object};
 use super::{gate, interruptibly, timeout};
-use crate::completion::{Completion, HookId};
+use crate::completion::{Completion, HookId, INTERRUPT_CHECK, may_wait};
 use crate::error::{Error, Result};
-use crate::executor::{CONTINUATIONS, Job};
+use crate::executor::{CALLBACKS, CONTINUATIONS, Executor, Job};
 
 /// The two things that a completion of the core can carry for Python.
 enum Inner {
@@ -63,7 +65,7 @@ impl Inner {
         }
     }
 
-    fn wait_done(&self, limit: Option<std::time::Duration>, interrupted: &mut dyn FnMut() -> bool) -> Result<()> {
+    fn wait_done(&self, limit: Option<Duration>, interrupted: &mut dyn FnMut() -> bool) -> Result<()> {
         match self {
             Inner::Call(completion) => completion.wait_done(limit, interrupted),
             Inner::Notice(completion) => completion.wait_done(limit, interrupted),
@@ -296,44 +298,19 @@ impl CompletionPy {
     /// On a worker the call may use the API, and an exception goes to `sys.unraisablehook`. Functions that are added to
     /// one completion may be called in any order.
     fn add_done_callback(slf: &Bound<'_, Self>, function: &Bound<'_, PyAny>) -> PyResult<()> {
-        CompletionPy::_add_waiter(slf, function).map(drop)
+        CompletionPy::tell(slf, function, &CONTINUATIONS).map(drop)
     }
 
-    /// `add_done_callback`; the number that is returned takes it back. `None`: it was called.
+    /// `add_done_callback` for futures, which continuations may wait for: it does not need one of their workers. The number
+    /// that is returned takes it back. `None`: it was called.
     fn _add_waiter(slf: &Bound<'_, Self>, function: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
-        let py = slf.py();
-        if !function.is_callable() {
-            return Err(PyTypeError::new_err(format!("{} is not callable", function.repr()?)));
-        }
-        let inner = Arc::clone(&slf.get().inner);
-        if inner.is_done() {
-            match function.call1((slf,)) {
-                // What is no error of the function's, such as Ctrl-C, is its caller's.
-                Err(error) if !error.is_instance_of::<PyException>(py) => return Err(error),
-                Err(error) => gate::report(py, error, Some(function)),
-                Ok(_) => {}
-            }
-            return Ok(None);
-        }
-        gate::refuse_forked()?;
-        if gate::is_closed() {
-            // Nobody would be told any more: better an error than a wait without end.
-            return Err(exception(py, &Error::Shutdown));
-        }
-        let both = Buried::new((slf.clone().unbind(), function.clone().unbind()));
-        let debt = Debt::new();
-        let id = py.detach(|| {
-            inner.on_done(move || {
-                CONTINUATIONS.submit(
-                    strand(),
-                    Job::new(true, move || {
-                        gate::enter(|py| tell(py, both.into_inner(py)));
-                        drop(debt);
-                    }),
-                );
-            })
-        });
-        Ok(id.map(HookId::number))
+        CompletionPy::tell(slf, function, &CALLBACKS)
+    }
+
+    /// Has `finished` get `number` when this is done. The number that is returned takes it back. `None`: it has it.
+    fn _tell(&self, finished: &Finished, number: usize) -> Option<u64> {
+        let finished = Arc::clone(&finished.0);
+        self.inner.on_done(move || finished.put(number)).map(HookId::number)
     }
 
     fn _remove_waiter(&self, py: Python<'_>, number: u64) {
@@ -385,11 +362,123 @@ impl CompletionPy {
     }
 }
 
-fn tell(py: Python<'_>, (completion, function): (Py<CompletionPy>, Py<PyAny>)) {
-    let called = PyTuple::new(py, [&completion]).and_then(|args| gate::call(function.bind(py), &args, None));
-    match called {
-        Ok(value) => gate::let_go(py, value.unbind()),
-        Err(error) => gate::report(py, error, Some(function.bind(py))),
+impl CompletionPy {
+    /// Has a worker of `executor` call `function` with the completion when it is done; called here if it is.
+    fn tell(slf: &Bound<'_, Self>, function: &Bound<'_, PyAny>, executor: &'static Executor) -> PyResult<Option<u64>> {
+        let py = slf.py();
+        if !function.is_callable() {
+            return Err(PyTypeError::new_err(format!("{} is not callable", function.repr()?)));
+        }
+        let inner = Arc::clone(&slf.get().inner);
+        if inner.is_done() {
+            match function.call1((slf,)) {
+                // What is no error of the function's, such as Ctrl-C, is its caller's.
+                Err(error) if !error.is_instance_of::<PyException>(py) => return Err(error),
+                Err(error) => gate::report(py, error, Some(function)),
+                Ok(_) => {}
+            }
+            return Ok(None);
+        }
+        gate::refuse_forked()?;
+        if gate::is_closed() {
+            // Nobody would be told any more: better an error than a wait without end.
+            return Err(exception(py, &Error::Shutdown));
+        }
+        let both = Buried::new((slf.clone().unbind(), function.clone().unbind()));
+        let debt = Debt::new();
+        let id = py.detach(|| {
+            inner.on_done(move || {
+                let run = move || {
+                    gate::enter(|py| CompletionPy::call_back(py, both.into_inner(py)));
+                    drop(debt);
+                };
+                executor.submit(strand(), Job::new(true, run));
+            })
+        });
+        Ok(id.map(HookId::number))
     }
-    gate::let_go(py, (completion, function));
+
+    fn call_back(py: Python<'_>, (completion, function): (Py<CompletionPy>, Py<PyAny>)) {
+        let called = PyTuple::new(py, [&completion]).and_then(|args| gate::call(function.bind(py), &args, None));
+        match called {
+            Ok(value) => gate::let_go(py, value.unbind()),
+            Err(error) => gate::report(py, error, Some(function.bind(py))),
+        }
+        gate::let_go(py, (completion, function));
+    }
+}
+
+/// Numbers of completions in the order in which these were done, and who waits for the next. The thread that resolves puts
+/// them there: no worker, no interpreter.
+#[pyclass(name = "_Finished", module = "rstream", frozen)]
+pub(super) struct Finished(Arc<Numbers>);
+
+#[derive(Default)]
+struct Numbers {
+    numbers: Mutex<VecDeque<usize>>,
+    more: Condvar,
+}
+
+impl Numbers {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<usize>> {
+        // Nothing foreign runs under the lock, so a poisoned one still guards a sound state.
+        self.numbers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn put(&self, number: usize) {
+        self.lock().push_back(number);
+        self.more.notify_one();
+    }
+
+    /// The next number; `None` when there is none after `limit`. For one thread at a time.
+    fn wait(&self, limit: Option<Duration>, interrupted: &mut dyn FnMut() -> bool) -> Result<Option<usize>> {
+        let started = Instant::now();
+        loop {
+            let numbers = self.lock();
+            let slice =
+                limit.map_or(INTERRUPT_CHECK, |limit| limit.saturating_sub(started.elapsed()).min(INTERRUPT_CHECK));
+            let none = |numbers: &mut VecDeque<usize>| numbers.is_empty();
+            let waited = self.more.wait_timeout_while(numbers, slice, none);
+            let (mut numbers, _) = waited.unwrap_or_else(PoisonError::into_inner);
+            if let Some(number) = numbers.pop_front() {
+                return Ok(Some(number));
+            }
+            drop(numbers);
+            if limit.is_some_and(|limit| started.elapsed() >= limit) {
+                return Ok(None);
+            }
+            if interrupted() {
+                return Err(Error::Interrupted);
+            }
+        }
+    }
+}
+
+#[pymethods]
+impl Finished {
+    #[new]
+    fn new() -> Finished {
+        Finished(Arc::default())
+    }
+
+    /// The number of the next that is done; `None` when there is none after `seconds`.
+    fn get(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<Option<usize>> {
+        let limit = timeout(seconds).py(py)?;
+        let number = self.0.lock().pop_front();
+        if number.is_some() {
+            return Ok(number);
+        }
+        gate::refuse_forked()?;
+        may_wait().py(py)?;
+        if gate::is_closed() {
+            // What is to run Python code may never be done any more: better an error than a wait without end.
+            return Err(exception(py, &Error::Shutdown));
+        }
+        interruptibly(py, |interrupted| self.0.wait(limit, interrupted))
+    }
+
+    /// Whether none is done that was not got.
+    fn empty(&self) -> bool {
+        self.0.lock().is_empty()
+    }
 }

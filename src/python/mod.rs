@@ -96,6 +96,8 @@ mod _core {
     #[pymodule_export]
     use super::completion::CompletionPy;
     #[pymodule_export]
+    use super::completion::Finished;
+    #[pymodule_export]
     use super::device::{DevicePy, default_device, devices};
     #[pymodule_export]
     use super::event::EventPy;
@@ -125,8 +127,9 @@ const POLICIES: [(&str, WaitPolicy); 3] =
 /// Set how the thread that polls for the memory signal waits, for the whole process.
 ///
 /// `"adaptive"` spins for 50 us, then sleeps for an eighth of the time waited so far, at most 2 ms; `"spin"` spins,
-/// which takes a core while host code is queued; `"sleep"` never spins. With nothing queued it sleeps under each. The
-/// environment variable `RSTREAM_WAIT_POLICY` sets it for a process. Raises `InvalidValueError` for another.
+/// which takes a core while host code is queued; `"sleep"` never spins. With nothing queued it sleeps under each. An
+/// `await` spins for up to 50 us too before it suspends the event loop, but under `"sleep"`. The environment variable
+/// `RSTREAM_WAIT_POLICY` sets it for a process. Raises `InvalidValueError` for another.
 #[pyfunction]
 fn set_wait_policy(py: Python<'_>, policy: &str) -> PyResult<()> {
     let Some((_, policy)) = POLICIES.iter().find(|(name, _)| *name == policy) else {
