@@ -68,6 +68,7 @@ wheel: $(VENV)/.wheel
 
 $(VENV)/.dev: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("rstream needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	@command -v $(CARGO) >/dev/null || { echo "rstream needs Rust to be built, and $(CARGO) was not found" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --group dev

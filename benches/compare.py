@@ -139,6 +139,21 @@ class Bench:
             figures.append((time.perf_counter_ns() - started) / count / 1e3)
         return statistics.median(figures)
 
+    def by_turns(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """Microseconds for one call of each, the median of many turns.
+
+        The clock of a processor changes between two calls of `each`, by more than what is compared here.
+        """
+        count = max(10, 1000 // self.scale)
+        figures: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(3 * self.repeats):
+            for name, call in calls.items():
+                started = time.perf_counter_ns()
+                for _ in range(count):
+                    call()
+                figures[name].append((time.perf_counter_ns() - started) / count / 1e3)
+        return {name: statistics.median(runs) for name, runs in figures.items()}
+
 
 def compile_floor(bench: Bench) -> None:
     """Compiles the native callbacks and, where CUDA's headers are, runs the floor."""
@@ -337,28 +352,29 @@ def awaits(bench: Bench) -> None:
 
 def idle(bench: Bench) -> None:
     """T8: calls when nothing is queued."""
+    calls: dict[str, dict[str, Callable[[], object]]] = {}
 
-    def repeat(call: Callable[[], object]) -> float:
-        def work(count: int) -> None:
-            for _ in range(count):
-                call()
+    def of_rstream(
+        signal: Literal["memory", "driver"], stream: rs.Stream, event: rs.Event
+    ) -> dict[str, Callable[[], object]]:
+        return {
+            "query": stream.query,
+            "synchronize": stream.synchronize,
+            "event record": lambda: event.record(stream),
+            "create and close": lambda: rs.Stream(bench.device, signal=signal).close(),
+        }
 
-        return bench.each(5000, work, nothing)
-
-    for signal in SIGNALS:
-        with rs.Stream(bench.device, signal=signal) as stream:
-            event = rs.Event(bench.device)
-            calls: dict[str, Callable[[], object]] = {
-                "query": stream.query,
-                "synchronize": stream.synchronize,
-                "event record": lambda: event.record(stream),
-                "create and close": lambda: rs.Stream(bench.device, signal=signal).close(),
-            }
-            for name, call in calls.items():
-                bench.note(f"T8 {name}", f"rstream {signal}", repeat(call))
-    for peer, of in peers(bench).items():
-        for name, call in of.get("idle", {}).items():
-            bench.note(f"T8 {name}", peer, repeat(call))
+    with contextlib.ExitStack() as streams:
+        for signal in SIGNALS:
+            stream = streams.enter_context(rs.Stream(bench.device, signal=signal))
+            for name, call in of_rstream(signal, stream, rs.Event(bench.device)).items():
+                calls.setdefault(name, {})[f"rstream {signal}"] = call
+        for peer, of in peers(bench).items():
+            for name, call in of.get("idle", {}).items():
+                calls.setdefault(name, {})[peer] = call
+        for name, contestants in calls.items():
+            for contestant, figure in bench.by_turns(contestants).items():
+                bench.note(f"T8 {name}", contestant, figure)
 
 
 def slow_neighbour(bench: Bench) -> None:

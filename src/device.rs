@@ -150,14 +150,7 @@ impl Device {
                 Error::InvalidValue { what } => Error::invalid(format!("{DEVICE_VARIABLE}: {what}")),
                 other => other,
             }),
-            _ => Device::gpu(api, 0).map_err(|error| match error {
-                Error::NoDriver { reason } => Error::NoDriver {
-                    reason: format!(
-                        "{reason}. For the software device use Device(\"soft\"), or set {DEVICE_VARIABLE}=soft"
-                    ),
-                },
-                other => other,
-            }),
+            _ => Device::gpu(api, 0),
         }
     }
 

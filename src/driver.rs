@@ -381,7 +381,9 @@ impl Symbols {
         if unsafe { sys::is_culib_present() } {
             Ok(Symbols(()))
         } else {
-            Err(Error::NoDriver { reason: "libcuda was not found: no NVIDIA driver is installed".into() })
+            let reason = "libcuda was not found: no NVIDIA driver is installed. For the software device use Device(\"soft\"), \
+                          or set RSTREAM_DEVICE=soft";
+            Err(Error::NoDriver { reason: reason.into() })
         }
     }
 

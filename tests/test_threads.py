@@ -183,15 +183,23 @@ def test_a_blocked_device_synchronize_lets_other_threads_run(stream, device):
     thread.finish(30)
 
 
-@pytest.mark.parametrize("what", ["synchronize", "event", "result"])
+@pytest.mark.parametrize("what", ["synchronize", "event", "result", "wait", "as_completed", "future", "to_host"])
 def test_ctrl_c_ends_a_wait_and_leaves_the_stream_sound(program, what):
     out = program(
         f"""
         import os, signal, threading, time
         stream = rs.Stream()
         hold = rs.testing.hold(stream)
-        event, completion = stream.record(), stream.then(lambda: 5)
-        call = {{"synchronize": stream.synchronize, "event": event.synchronize, "result": completion.result}}[{what!r}]
+        event, completion, array = stream.record(), stream.then(lambda: 5), rs.device_empty(4)
+        call = {{
+            "synchronize": stream.synchronize,
+            "event": event.synchronize,
+            "result": completion.result,
+            "wait": lambda: rs.wait([completion]),
+            "as_completed": lambda: list(rs.as_completed([completion])),
+            "future": completion.future().result,
+            "to_host": lambda: array.to_host(stream),
+        }}[{what!r}]
         sent = []
         def interrupt():
             sent.append(time.monotonic())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import sys
 from collections.abc import Callable
 
 from rstream import _core, testing
@@ -152,7 +153,10 @@ if "RSTREAM_WAIT_POLICY" in os.environ:
 
 def _exit() -> None:
     """Wait for host code that is due, then part from the interpreter."""
-    _core._at_exit(_exit_timeout)
+    left = _core._at_exit(_exit_timeout)
+    if left and sys.stderr:
+        waited = f"{_exit_timeout:g} s (RSTREAM_EXIT_TIMEOUT)"
+        print(f"rstream: Python callables that were not done {waited} after the end: {left}", file=sys.stderr)
 
 
 atexit.register(_exit)

@@ -2,10 +2,11 @@
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Sequence
 
-from rstream import _demo, _info
+from rstream import __version__, _demo, _info
 
 
 def _positive(text: str) -> int:
@@ -21,6 +22,7 @@ def _positive(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status: 0, 1 for a failure, 2 for a wrong argument or file."""
     parser = argparse.ArgumentParser(prog="python -m rstream", description="Host code at points of a CUDA stream.")
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="list the devices, their driver, and what each supports")
     demo = commands.add_parser(
@@ -48,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _demo.run(options.file, device=options.device, streams=options.streams, chunk=options.chunk)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; what is still buffered goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

@@ -183,6 +183,9 @@ class DeviceArray(_Array):
         own = stream is None
         queue = _core.Stream(self.device) if stream is None else stream
         try:
+            # Ctrl-C ends this wait, and not that of the copy, which blocks in the driver.
+            if stream is not None:
+                stream.synchronize()
             queue.copy(result, self)
             queue.synchronize()
         finally:
@@ -257,5 +260,7 @@ def pattern(array: Any, value: Any) -> tuple[int, int]:
         if bits and bits == bits[:width] * (len(bits) // width):
             return width, int.from_bytes(bits[:width], "little")
     raise InvalidValueError(
-        f"value={value!r} as {dtype} is {len(bits)} bytes that do not repeat: the driver fills with 1, 2 or 4", 1
+        f"value={value!r} as {dtype} is {len(bits)} bytes that do not repeat: the driver fills with 1, 2 or 4. "
+        "Copy from an array of the value instead",
+        1,
     )

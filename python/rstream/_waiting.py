@@ -9,10 +9,12 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from rstream import _core
 from rstream._errors import InvalidValueError, NotPermittedError, WaitTimeoutError
+
+_T = TypeVar("_T")
 
 
 class DoneAndNotDone(NamedTuple):
@@ -105,6 +107,14 @@ def _is_met(return_when: str, done: Iterable[_core.Completion[Any]]) -> bool:
     return return_when == "FIRST_COMPLETED" and any(True for _ in done)
 
 
+@overload
+async def gather(
+    completions: Iterable[_core.Completion[_T]], *, return_exceptions: Literal[False] = False
+) -> list[_T]: ...
+@overload
+async def gather(
+    completions: Iterable[_core.Completion[_T]], *, return_exceptions: bool
+) -> list[_T | BaseException]: ...
 async def gather(completions: Iterable[_core.Completion[Any]], *, return_exceptions: bool = False) -> list[Any]:
     """Await completions and return their results in the order given, as `asyncio.gather` does, without a task for each.
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::exceptions::{PyBaseException, PyException, PyTypeError};
 use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyTuple;
@@ -115,7 +116,8 @@ impl Inner {
     /// Tells `sys.unraisablehook` of the failure, then lets go of it.
     fn report(&self, py: Python<'_>) {
         if let Some(Ending::Error(error)) = self.ending(py) {
-            gate::report(py, error, None);
+            let what = intern!(py, "host code whose completion nobody asked for its result");
+            gate::report(py, error, Some(what.as_any()));
         }
         self.objects(&mut |object| gate::let_go(py, object));
     }
