@@ -12,7 +12,7 @@
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -117,6 +117,8 @@ pub struct Executor {
     changed: Condvar,
     /// How many Python jobs have come.
     arrived: AtomicU64,
+    /// How many workers wait for the interpreter.
+    entering: AtomicUsize,
 }
 
 /// For continuations, which may block on one another, on callbacks, and for as long as they like.
@@ -124,6 +126,10 @@ pub static CONTINUATIONS: Executor = Executor::new();
 
 /// For callbacks that do not run on the driver's thread: never short of a thread because continuations block.
 pub static CALLBACKS: Executor = Executor::new();
+
+/// For news of completions, which continuations and callbacks may wait for.
+#[cfg(feature = "python")]
+pub static NEWS: Executor = Executor::new();
 
 impl Executor {
     const fn new() -> Executor {
@@ -136,7 +142,12 @@ impl Executor {
             last_turn: None,
             patience: PATIENCE,
         };
-        Executor { pool: Mutex::new(pool), changed: Condvar::new(), arrived: AtomicU64::new(0) }
+        Executor {
+            pool: Mutex::new(pool),
+            changed: Condvar::new(),
+            arrived: AtomicU64::new(0),
+            entering: AtomicUsize::new(0),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Pool> {
@@ -222,26 +233,33 @@ impl Executor {
     /// The next strand for a worker that comes from another.
     fn take(&'static self, pool: &mut Pool) -> Next {
         pool.patience = PATIENCE;
-        self.take_front(pool)
+        self.take_ready(pool, 0)
     }
 
     /// The next strand for a worker that stands by: one that nobody else is at.
     fn take_if_stalled(&'static self, pool: &mut Pool) -> Next {
         let Some(&(_, since)) = pool.ready.front() else { return Next::Nothing };
+        let mut index = 0;
         if pool.idle + 1 < pool.threads {
             let since = pool.last_turn.map_or(since, |turn| turn.max(since));
             let left = pool.patience.saturating_sub(since.elapsed());
             if !left.is_zero() {
                 return Next::After(left);
             }
+            if self.entering.load(Ordering::Relaxed) > 0 {
+                // Somebody else has the interpreter: one more worker would not get in either.
+                let others = pool.ready.iter().position(|(strand, _)| !pool.is_python(*strand));
+                let Some(other) = others else { return Next::After(PATIENCE) };
+                index = other;
+            }
             pool.patience = (pool.patience / 2).max(LEAST_PATIENCE);
         }
-        self.take_front(pool)
+        self.take_ready(pool, index)
     }
 
-    /// Takes the strand at the front; another worker is called for the one after it.
-    fn take_front(&'static self, pool: &mut Pool) -> Next {
-        let Some((strand, _)) = pool.ready.pop_front() else { return Next::Nothing };
+    /// Takes a ready strand; another worker is called for the one after it.
+    fn take_ready(&'static self, pool: &mut Pool, index: usize) -> Next {
+        let Some((strand, _)) = pool.ready.remove(index) else { return Next::Nothing };
         pool.last_turn = Some(Instant::now());
         let jobs = std::mem::take(pool.strands.get_mut(&strand).expect("a ready strand has jobs"));
         if pool.idle == 0 && pool.threads < MOST_THREADS || !pool.ready.is_empty() {
@@ -254,13 +272,17 @@ impl Executor {
     fn serve(&'static self, mut strand: u64, mut jobs: VecDeque<Job>) -> bool {
         let python = jobs.front().is_some_and(|job| job.python);
         let mut serve = || {
+            if python {
+                self.entering.fetch_sub(1, Ordering::Relaxed);
+            }
             // From here on: it may have taken long to enter.
             let entry = Instant::now();
             loop {
                 run_while(&mut jobs, |job| job.python == python);
                 let mut pool = self.lock();
                 pool.put_back(strand, std::mem::take(&mut jobs));
-                if entry.elapsed() >= ENTRY || pool.first().is_none_or(|job| job.python != python) {
+                let same = pool.ready.front().is_some_and(|(strand, _)| pool.is_python(*strand) == python);
+                if !same || entry.elapsed() >= ENTRY {
                     return;
                 }
                 let Next::Strand(next, its) = self.take(&mut pool) else { return };
@@ -268,6 +290,7 @@ impl Executor {
             }
         };
         if python {
+            self.entering.fetch_add(1, Ordering::Relaxed);
             batch(&mut serve)
         } else {
             serve()
@@ -330,9 +353,9 @@ impl Pool {
         }
     }
 
-    /// The first job of the next strand.
-    fn first(&self) -> Option<&Job> {
-        self.strands.get(&self.ready.front()?.0)?.front()
+    /// Whether the next job of a strand enters the interpreter.
+    fn is_python(&self, strand: u64) -> bool {
+        self.strands.get(&strand).and_then(VecDeque::front).is_some_and(|job| job.python)
     }
 }
 

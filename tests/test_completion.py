@@ -397,6 +397,15 @@ def test_a_callback_does_not_wait_for_completions(stream, wait):
     assert refused.result(30) is None
 
 
+def test_a_callback_may_ask_the_future_of_what_is_done(stream):
+    """Also when the future has not heard of it yet."""
+    for _ in range(100):
+        with rs.testing.hold(stream):
+            future = stream.completion().future()
+            asked = stream.add_callback(lambda status, future=future: future.result(30))
+        assert asked.result(30) is None
+
+
 def test_a_loop_is_woken_up_once_for_all_that_is_due(stream):
     async def main():
         loop, wakes = asyncio.get_running_loop(), []

@@ -377,6 +377,41 @@ def test_news_needs_no_worker_of_continuations(device, stream, wait):
     assert [completion.exception() for completion in waiting] == [None] * 260
 
 
+def test_callbacks_run_while_functions_of_many_futures_block(device, stream):
+    entered, go = threading.Semaphore(0), threading.Event()
+
+    def block(_future):
+        entered.release()
+        go.wait(60)
+
+    with rs.testing.hold(stream):
+        futures = [stream.completion().future() for _ in range(256)]
+        for future in futures:
+            future.add_done_callback(block)
+    for _ in range(256):
+        assert entered.acquire(timeout=60)
+    assert rs.Stream(device).add_callback(lambda status: status.ok).result(60)
+    go.set()
+
+
+def test_who_holds_the_gil_is_not_met_with_ever_more_threads(device):
+    import ctypes
+
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+
+    streams = [rs.Stream(device) for _ in range(300)]
+    assert rs.wait([stream.then(int) for stream in streams], 60).not_done == set()
+    hold = [rs.testing.hold(stream) for stream in streams[:1]]
+    continuations = [stream.then(int) for stream in streams]
+    # With the GIL held, as a function of a PyDLL is called.
+    hold[0].release()
+    before = threads()
+    ctypes.PyDLL(None).usleep(100_000)
+    assert threads() < before + 16
+    assert rs.wait(continuations, 60).not_done == set()
+
+
 async def awaited(completion):
     return await completion
 

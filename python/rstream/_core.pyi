@@ -798,7 +798,6 @@ class Completion(Generic[_T_co]):
         """
 
     def _add_waiter(self, function: Callable[[Completion[Any]], object]) -> int | None: ...
-    def _tell(self, finished: _Finished, number: int) -> int | None: ...
     def _remove_waiter(self, number: int) -> None: ...
     def future(self) -> Future[_T_co]:
         """A `concurrent.futures.Future` that gets the same result."""
@@ -864,12 +863,18 @@ class Injection:
 
 @final
 class _Finished:
-    def __new__(cls) -> _Finished: ...
+    def __new__(cls, completions: list[Completion[Any]]) -> _Finished: ...
     def get(self, seconds: float | None) -> int | None:
         """The number of the next that is done; `None` when there is none after `seconds`."""
 
     def empty(self) -> bool:
         """Whether none is done that was not got."""
+
+    def __enter__(self) -> _Finished: ...
+    def __exit__(
+        self,
+        *_exception: type[BaseException] | BaseException | TracebackType | None,
+    ) -> None: ...
 
 def in_callback() -> bool:
     """Whether this thread runs a callback or a host function, in which no calls of the API are permitted."""

@@ -47,34 +47,6 @@ def _left(deadline: float | None) -> float | None:
     return max(0.0, deadline - time.monotonic())
 
 
-class _Listener:
-    """Gets each completion when it is done. Afterwards nothing is left with those that are not."""
-
-    def __init__(self, completions: Iterable[_core.Completion[Any]]) -> None:
-        self._completions = list(completions)
-        self._finished = _core._Finished()
-        self._waiters: list[int | None] = []
-
-    def __enter__(self) -> _Listener:
-        for number, completion in enumerate(self._completions):
-            self._waiters.append(completion._tell(self._finished, number))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for completion, waiter in zip(self._completions, self._waiters, strict=False):
-            if waiter is not None and not completion.done():
-                completion._remove_waiter(waiter)
-
-    def next(self, deadline: float | None) -> _core.Completion[Any] | None:
-        """The next that is done, for a callback only if one is; `None` after the deadline."""
-        number = self._finished.get(_left(deadline))
-        return None if number is None else self._completions[number]
-
-    def empty(self) -> bool:
-        """Whether there is none now."""
-        return self._finished.empty()
-
-
 def wait(
     completions: Iterable[_core.Completion[Any]],
     timeout: float | None = None,
@@ -91,13 +63,24 @@ def wait(
         )
     deadline = _deadline(timeout)
     pending = _set(completions)
-    # Those that are done need no listener.
+    # Those that are done need not be listened for.
     done = {completion for completion in pending if completion.done()}
     pending -= done
     if _is_met(return_when, done) or not pending:
         return DoneAndNotDone(done, pending)
-    with _Listener(pending) as listener:
-        return _gather(done, pending, listener, deadline, return_when)
+    listened = list(pending)
+    with _core._Finished(listened) as finished:
+        while pending:
+            number = finished.get(_left(deadline))
+            if number is None:
+                break
+            completion = listened[number]
+            pending.discard(completion)
+            done.add(completion)
+            # The first to be done are given together.
+            if (return_when != "FIRST_COMPLETED" or finished.empty()) and _is_met(return_when, [completion]):
+                break
+    return DoneAndNotDone(done, pending)
 
 
 def _is_met(return_when: str, done: Iterable[_core.Completion[Any]]) -> bool:
@@ -150,25 +133,6 @@ async def gather(completions: Iterable[_core.Completion[Any]], *, return_excepti
         del failure, results, completions, given, completion
 
 
-def _gather(
-    done: set[_core.Completion[Any]],
-    pending: set[_core.Completion[Any]],
-    listener: _Listener,
-    deadline: float | None,
-    return_when: str,
-) -> DoneAndNotDone:
-    while pending:
-        completion = listener.next(deadline)
-        if completion is None:
-            break
-        pending.discard(completion)
-        done.add(completion)
-        # The first to be done are given together.
-        if (return_when != "FIRST_COMPLETED" or listener.empty()) and _is_met(return_when, [completion]):
-            break
-    return DoneAndNotDone(done, pending)
-
-
 def as_completed(
     completions: Iterable[_core.Completion[Any]], timeout: float | None = None
 ) -> Iterator[_core.Completion[Any]]:
@@ -180,13 +144,13 @@ def as_completed(
 
 
 def _iterate(pending: set[_core.Completion[Any]], deadline: float | None) -> Iterator[_core.Completion[Any]]:
-    with _Listener(pending) as listener:
-        count = len(pending)
-        for number in range(count):
-            completion = listener.next(deadline)
-            if completion is None:
-                raise WaitTimeoutError(f"{count - number} of {count} completions are not done", 909)
-            yield completion
+    listened = list(pending)
+    with _core._Finished(listened) as finished:
+        for left in range(len(listened), 0, -1):
+            number = finished.get(_left(deadline))
+            if number is None:
+                raise WaitTimeoutError(f"{left} of {len(listened)} completions are not done", 909)
+            yield listened[number]
 
 
 def _settle(future: concurrent.futures.Future[Any], completion: _core.Completion[Any]) -> None:
@@ -213,10 +177,15 @@ inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, object] = weakref.
 
 
 class _Future(concurrent.futures.Future[Any]):
-    """A future that a callback does not wait for either."""
+    """The future of a completion, for which a callback does not wait either."""
+
+    def __init__(self, completion: _core.Completion[Any]) -> None:
+        super().__init__()
+        self._completion = completion
 
     def _may_wait(self) -> None:
-        if not self.done() and _core.in_callback():
+        # Of a completion that is done, the future is about to be.
+        if not (self.done() or self._completion.done()) and _core.in_callback():
             raise NotPermittedError(
                 "a callback must not wait for a completion: what it waits for may be queued behind it", 800
             )
@@ -232,7 +201,7 @@ class _Future(concurrent.futures.Future[Any]):
 
 def concurrent_future(completion: _core.Completion[Any]) -> concurrent.futures.Future[Any]:
     """`Completion.future`."""
-    future = _Future()
+    future = _Future(completion)
     waiter: int | None = None
     # Whoever takes it says, once, that the future runs or was cancelled.
     decided = threading.Lock()

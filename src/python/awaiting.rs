@@ -27,7 +27,7 @@ use super::errors::{PyResultExt as _, exception};
 use super::gate::{self, Buried, drop_attached, in_place};
 use crate::completion::{HookId, may_wait};
 use crate::error::Error;
-use crate::executor::{CALLBACKS, Job};
+use crate::executor::{Job, NEWS};
 use crate::poller::{SPIN, WaitPolicy, wait_policy};
 
 /// What `await completion` goes through.
@@ -265,7 +265,7 @@ impl Inbox {
                     gate::enter(|py| inbox.tell(py));
                 };
                 // Continuations may wait for what the loop does.
-                CALLBACKS.submit(strand(), Job::new(true, tell));
+                NEWS.submit(strand(), Job::new(true, tell));
             }
         }
     }

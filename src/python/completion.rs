@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::{PyBaseException, PyException, PyTypeError};
@@ -19,7 +19,7 @@ use super::worker::{Outcome, status_object};
 use super::{gate, interruptibly, timeout};
 use crate::completion::{Completion, HookId, INTERRUPT_CHECK, may_wait};
 use crate::error::{Error, Result};
-use crate::executor::{CALLBACKS, CONTINUATIONS, Executor, Job};
+use crate::executor::{CONTINUATIONS, Executor, Job, NEWS};
 
 /// The two things that a completion of the core can carry for Python.
 enum Inner {
@@ -306,16 +306,14 @@ impl CompletionPy {
     /// `add_done_callback` for futures, which continuations may wait for: it does not need one of their workers. The number
     /// that is returned takes it back. `None`: it was called.
     fn _add_waiter(slf: &Bound<'_, Self>, function: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
-        CompletionPy::tell(slf, function, &CALLBACKS)
-    }
-
-    /// Has `finished` get `number` when this is done. The number that is returned takes it back. `None`: it has it.
-    fn _tell(&self, finished: &Finished, number: usize) -> Option<u64> {
-        let finished = Arc::clone(&finished.0);
-        self.inner.on_done(move || finished.put(number)).map(HookId::number)
+        CompletionPy::tell(slf, function, &NEWS)
     }
 
     fn _remove_waiter(&self, py: Python<'_>, number: u64) {
+        if gate::is_forked() {
+            // Who had the lock may not be here.
+            return;
+        }
         py.detach(|| self.inner.remove_hook(HookId::from_number(number)));
     }
 
@@ -410,10 +408,14 @@ impl CompletionPy {
     }
 }
 
-/// Numbers of completions in the order in which these were done, and who waits for the next. The thread that resolves puts
-/// them there: no worker, no interpreter.
+/// Some completions, by their numbers in the order in which they are done, for whoever waits for the next. The thread that
+/// resolves puts the number there: no worker, no interpreter.
 #[pyclass(name = "_Finished", module = "rstream", frozen)]
-pub(super) struct Finished(Arc<Numbers>);
+pub(super) struct Finished {
+    numbers: Arc<Numbers>,
+    /// What tells of those that were not done.
+    hooks: Mutex<Vec<(Weak<Inner>, HookId)>>,
+}
 
 #[derive(Default)]
 struct Numbers {
@@ -456,31 +458,75 @@ impl Numbers {
     }
 }
 
+impl Finished {
+    /// Leaves nothing behind with those that are not done.
+    fn forget(&self) {
+        if gate::is_forked() {
+            // Who had a lock may not be here.
+            return;
+        }
+        let hooks = std::mem::take(&mut *self.hooks.lock().unwrap_or_else(PoisonError::into_inner));
+        for (inner, id) in hooks {
+            if let Some(inner) = inner.upgrade().filter(|inner| !inner.is_done()) {
+                inner.remove_hook(id);
+            }
+        }
+    }
+}
+
+impl Drop for Finished {
+    fn drop(&mut self) {
+        self.forget();
+    }
+}
+
 #[pymethods]
 impl Finished {
+    /// In one call, so that no signal handler comes between.
     #[new]
-    fn new() -> Finished {
-        Finished(Arc::default())
+    fn new(completions: Vec<Bound<'_, CompletionPy>>) -> PyResult<Finished> {
+        if completions.iter().any(|completion| !completion.get().is_done()) {
+            gate::refuse_forked()?;
+        }
+        let numbers = Arc::<Numbers>::default();
+        let mut hooks = Vec::new();
+        for (number, completion) in completions.iter().enumerate() {
+            let inner = &completion.get().inner;
+            let numbers = Arc::clone(&numbers);
+            if let Some(id) = inner.on_done(move || numbers.put(number)) {
+                hooks.push((Arc::downgrade(inner), id));
+            }
+        }
+        Ok(Finished { numbers, hooks: Mutex::new(hooks) })
     }
 
     /// The number of the next that is done; `None` when there is none after `seconds`.
     fn get(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<Option<usize>> {
         let limit = timeout(seconds).py(py)?;
-        let number = self.0.lock().pop_front();
+        gate::refuse_forked()?;
+        let number = self.numbers.lock().pop_front();
         if number.is_some() {
             return Ok(number);
         }
-        gate::refuse_forked()?;
         may_wait().py(py)?;
         if gate::is_closed() {
             // What is to run Python code may never be done any more: better an error than a wait without end.
             return Err(exception(py, &Error::Shutdown));
         }
-        interruptibly(py, |interrupted| self.0.wait(limit, interrupted))
+        interruptibly(py, |interrupted| self.numbers.wait(limit, interrupted))
     }
 
     /// Whether none is done that was not got.
     fn empty(&self) -> bool {
-        self.0.lock().is_empty()
+        self.numbers.lock().is_empty()
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, _exception: &Bound<'_, PyTuple>) {
+        self.forget();
     }
 }
