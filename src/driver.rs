@@ -381,9 +381,7 @@ impl Symbols {
         if unsafe { sys::is_culib_present() } {
             Ok(Symbols(()))
         } else {
-            let reason = "libcuda was not found: no NVIDIA driver is installed. For the software device use Device(\"soft\"), \
-                          or set RSTREAM_DEVICE=soft";
-            Err(Error::NoDriver { reason: reason.into() })
+            Err(Error::NoDriver { reason: "libcuda was not found: no NVIDIA driver is installed".into() })
         }
     }
 

@@ -302,7 +302,9 @@ impl fmt::Display for Error {
                 )
             }
             Error::Fault { status } => write!(f, "not run, since earlier work failed: {status}"),
-            Error::NoDriver { reason } => f.write_str(reason),
+            Error::NoDriver { reason } => {
+                write!(f, "{reason}. For the software device use Device(\"soft\"), or set RSTREAM_DEVICE=soft")
+            }
             Error::DriverTooOld { function, needed, found } => {
                 write!(f, "{function} needs a driver of CUDA {} or newer; this one has ", Version(*needed))?;
                 if found >= needed {

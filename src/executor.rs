@@ -37,6 +37,8 @@ const GRACE: Duration = Duration::from_micros(100);
 const LONGEST: Duration = Duration::from_micros(400);
 /// Continuations may block on one another; this many can at the same time.
 const MOST_THREADS: usize = 256;
+/// More workers than these would only wait for the interpreter behind one another.
+const MOST_ENTERING: usize = 8;
 /// Workers beyond these end when they find nothing to do.
 const KEPT_IDLE: usize = 2;
 
@@ -119,20 +121,22 @@ pub struct Executor {
     arrived: AtomicU64,
     /// How many workers wait for the interpreter.
     entering: AtomicUsize,
+    /// Jobs may come by the thousand, and nothing on the device waits for them.
+    floods: bool,
 }
 
 /// For continuations, which may block on one another, on callbacks, and for as long as they like.
-pub static CONTINUATIONS: Executor = Executor::new();
+pub static CONTINUATIONS: Executor = Executor::new(true);
 
 /// For callbacks that do not run on the driver's thread: never short of a thread because continuations block.
-pub static CALLBACKS: Executor = Executor::new();
+pub static CALLBACKS: Executor = Executor::new(false);
 
 /// For news of completions, which continuations and callbacks may wait for.
 #[cfg(feature = "python")]
-pub static NEWS: Executor = Executor::new();
+pub static NEWS: Executor = Executor::new(true);
 
 impl Executor {
-    const fn new() -> Executor {
+    const fn new(floods: bool) -> Executor {
         let pool = Pool {
             strands: FxHashMap::with_hasher(FxBuildHasher),
             ready: VecDeque::new(),
@@ -147,6 +151,7 @@ impl Executor {
             changed: Condvar::new(),
             arrived: AtomicU64::new(0),
             entering: AtomicUsize::new(0),
+            floods,
         }
     }
 
@@ -178,7 +183,7 @@ impl Executor {
         }
     }
 
-    /// There is a ready strand: sees to it that a worker takes it, now or after [`PATIENCE`].
+    /// There is a ready strand: sees to it that a worker takes it, now or when the stand-by's patience ends.
     fn call_a_worker(&'static self, pool: &mut Pool) {
         if pool.idle > 0 {
             if !pool.watched || pool.idle == pool.threads {
@@ -203,7 +208,7 @@ impl Executor {
                     drop(pool);
                     let before = self.arrived.load(Ordering::Relaxed);
                     let python = self.serve(strand, jobs);
-                    if python && self.arrived.load(Ordering::Relaxed) != before {
+                    if python && self.floods && self.arrived.load(Ordering::Relaxed) != before {
                         self.let_them_come();
                     }
                     was_busy = true;
@@ -246,8 +251,7 @@ impl Executor {
             if !left.is_zero() {
                 return Next::After(left);
             }
-            if self.entering.load(Ordering::Relaxed) > 0 {
-                // Somebody else has the interpreter: one more worker would not get in either.
+            if self.entering.load(Ordering::Relaxed) >= MOST_ENTERING {
                 let others = pool.ready.iter().position(|(strand, _)| !pool.is_python(*strand));
                 let Some(other) = others else { return Next::After(PATIENCE) };
                 index = other;
@@ -303,7 +307,9 @@ impl Executor {
     fn let_them_come(&self) {
         let started = Instant::now();
         // The stand-by need not think that this worker is blocked.
-        self.lock().last_turn = Some(started);
+        let mut pool = self.lock();
+        (pool.last_turn, pool.patience) = (Some(started), PATIENCE);
+        drop(pool);
         let (mut seen, mut came) = (self.arrived.load(Ordering::Relaxed), None);
         loop {
             // Cores may be fewer than threads.

@@ -130,6 +130,16 @@ def test_info_lists_the_devices(rstream):
     assert re.search(r"managed memory +(yes|no)$", done.stdout, re.MULTILINE)
 
 
+def test_who_reads_the_output_may_have_seen_enough():
+    reads, writes = os.pipe()
+    os.close(reads)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "rstream", "info"]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, timeout=60, env=environment)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_no_command_is_status_2(rstream):
     done = rstream()
     assert done.returncode == 2

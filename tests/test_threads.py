@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import signal
 import sys
 import threading
@@ -362,6 +363,9 @@ def test_callbacks_run_while_every_worker_of_continuations_is_blocked(device):
 def test_news_needs_no_worker_of_continuations(device, stream, wait):
     """As many continuations as there are threads for wait for a completion."""
     entered = threading.Semaphore(0)
+    # An event loop has five descriptors.
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before, min(most, 4096)), most))
 
     def block():
         entered.release()

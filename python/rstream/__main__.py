@@ -46,8 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         if options.command == "info":
-            return _info.run()
-        return _demo.run(options.file, device=options.device, streams=options.streams, chunk=options.chunk)
+            status = _info.run()
+        else:
+            status = _demo.run(options.file, device=options.device, streams=options.streams, chunk=options.chunk)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

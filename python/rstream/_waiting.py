@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from rstream import _core
-from rstream._errors import InvalidValueError, NotPermittedError, WaitTimeoutError
+from rstream._errors import InvalidValueError, WaitTimeoutError
 
 _T = TypeVar("_T")
 
@@ -183,19 +183,16 @@ class _Future(concurrent.futures.Future[Any]):
         super().__init__()
         self._completion = completion
 
-    def _may_wait(self) -> None:
-        # Of a completion that is done, the future is about to be.
-        if not (self.done() or self._completion.done()) and _core.in_callback():
-            raise NotPermittedError(
-                "a callback must not wait for a completion: what it waits for may be queued behind it", 800
-            )
+    # The completion may be done before the future has heard of it, and refuses to be waited for in a callback.
 
     def result(self, timeout: float | None = None) -> Any:
-        self._may_wait()
+        if _core.in_callback() and not self.done():
+            return self._completion.result(timeout)
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._may_wait()
+        if _core.in_callback() and not self.done():
+            return self._completion.exception(timeout)
         return super().exception(timeout)
 
 

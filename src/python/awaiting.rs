@@ -25,6 +25,7 @@ use pyo3::types::{PyTuple, PyWeakrefReference};
 use super::completion::{CompletionPy, Ending, strand};
 use super::errors::{PyResultExt as _, exception};
 use super::gate::{self, Buried, drop_attached, in_place};
+use crate::api::in_callback;
 use crate::completion::{HookId, may_wait};
 use crate::error::Error;
 use crate::executor::{Job, NEWS};
@@ -97,8 +98,9 @@ impl Await {
     fn __next__<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let completion = self.completion.get();
         self.forget(py);
-        // Host code of Python's needs the GIL, which a spin would keep from it.
-        let is_done = completion.is_done() || completion.is_notice() && spin(|| completion.is_done());
+        // Host code of Python's needs the GIL, which a spin would keep from it; a callback does not wait at all.
+        let may_spin = completion.is_notice() && !in_callback();
+        let is_done = completion.is_done() || may_spin && spin(|| completion.is_done());
         if !is_done {
             return self.suspend(py).map(Some);
         }

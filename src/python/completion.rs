@@ -116,7 +116,7 @@ impl Inner {
     /// Tells `sys.unraisablehook` of the failure, then lets go of it.
     fn report(&self, py: Python<'_>) {
         if let Some(Ending::Error(error)) = self.ending(py) {
-            let what = intern!(py, "host code whose completion nobody asked for its result");
+            let what = intern!(py, "host code whose result nobody asked for");
             gate::report(py, error, Some(what.as_any()));
         }
         self.objects(&mut |object| gate::let_go(py, object));
@@ -211,11 +211,11 @@ impl Drop for CompletionPy {
             return;
         }
         // So that the exit waits for the report too. That a point is reached is nothing to wait for.
-        let debt = matches!(*self.inner, Inner::Call(_)).then(Debt::new);
+        let debt = matches!(*self.inner, Inner::Call(_)).then(Debt::of_news);
         let inner = Buried::new(Arc::clone(&self.inner));
         self.inner.on_done(move || {
             if inner.is_failure() {
-                let debt = debt.unwrap_or_else(Debt::new);
+                let debt = debt.unwrap_or_else(Debt::of_news);
                 CONTINUATIONS.submit(
                     strand(),
                     Job::new(true, move || {
@@ -300,13 +300,13 @@ impl CompletionPy {
     /// On a worker the call may use the API, and an exception goes to `sys.unraisablehook`. Functions that are added to
     /// one completion may be called in any order.
     fn add_done_callback(slf: &Bound<'_, Self>, function: &Bound<'_, PyAny>) -> PyResult<()> {
-        CompletionPy::tell(slf, function, &CONTINUATIONS).map(drop)
+        CompletionPy::call_when_done(slf, function, &CONTINUATIONS).map(drop)
     }
 
     /// `add_done_callback` for futures, which continuations may wait for: it does not need one of their workers. The number
     /// that is returned takes it back. `None`: it was called.
     fn _add_waiter(slf: &Bound<'_, Self>, function: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
-        CompletionPy::tell(slf, function, &NEWS)
+        CompletionPy::call_when_done(slf, function, &NEWS)
     }
 
     fn _remove_waiter(&self, py: Python<'_>, number: u64) {
@@ -364,7 +364,11 @@ impl CompletionPy {
 
 impl CompletionPy {
     /// Has a worker of `executor` call `function` with the completion when it is done; called here if it is.
-    fn tell(slf: &Bound<'_, Self>, function: &Bound<'_, PyAny>, executor: &'static Executor) -> PyResult<Option<u64>> {
+    fn call_when_done(
+        slf: &Bound<'_, Self>,
+        function: &Bound<'_, PyAny>,
+        executor: &'static Executor,
+    ) -> PyResult<Option<u64>> {
         let py = slf.py();
         if !function.is_callable() {
             return Err(PyTypeError::new_err(format!("{} is not callable", function.repr()?)));
@@ -385,7 +389,7 @@ impl CompletionPy {
             return Err(exception(py, &Error::Shutdown));
         }
         let both = Buried::new((slf.clone().unbind(), function.clone().unbind()));
-        let debt = Debt::new();
+        let debt = Debt::of_news();
         let id = py.detach(|| {
             inner.on_done(move || {
                 let run = move || {
@@ -430,8 +434,14 @@ impl Numbers {
     }
 
     fn put(&self, number: usize) {
-        self.lock().push_back(number);
-        self.more.notify_one();
+        let mut numbers = self.lock();
+        numbers.push_back(number);
+        let first = numbers.len() == 1;
+        drop(numbers);
+        // Who waits, one thread at a time, found none before. To wake nobody up is a system call too.
+        if first {
+            self.more.notify_one();
+        }
     }
 
     /// The next number; `None` when there is none after `limit`. For one thread at a time.
@@ -503,11 +513,15 @@ impl Finished {
     /// The number of the next that is done; `None` when there is none after `seconds`.
     fn get(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<Option<usize>> {
         let limit = timeout(seconds).py(py)?;
-        gate::refuse_forked()?;
-        let number = self.numbers.lock().pop_front();
+        // In a forked child, who had the lock may not be here.
+        let number = match gate::is_forked() {
+            true => self.numbers.numbers.try_lock().ok().and_then(|mut numbers| numbers.pop_front()),
+            false => self.numbers.lock().pop_front(),
+        };
         if number.is_some() {
             return Ok(number);
         }
+        gate::refuse_forked()?;
         may_wait().py(py)?;
         if gate::is_closed() {
             // What is to run Python code may never be done any more: better an error than a wait without end.

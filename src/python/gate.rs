@@ -40,8 +40,10 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 /// Threads between asking for entry and having the GIL.
 static ENTERING: AtomicUsize = AtomicUsize::new(0);
 /// Python host code that was accepted and has not ended.
-static OWED: AtomicUsize = AtomicUsize::new(0);
-/// Somebody waits for `OWED` to become 0.
+static CALLABLES: AtomicUsize = AtomicUsize::new(0);
+/// News of it that somebody is to get.
+static NEWS: AtomicUsize = AtomicUsize::new(0);
+/// Somebody waits for both to become 0.
 static EXITING: AtomicBool = AtomicBool::new(false);
 /// What waiters sleep with.
 static SLEEP: Mutex<()> = Mutex::new(());
@@ -53,19 +55,31 @@ fn sleep_lock() -> MutexGuard<'static, ()> {
 
 /// One piece of Python host code between its acceptance and its end, or the news of it that somebody is to get: the exit
 /// waits for it.
-pub(super) struct Debt(());
+pub(super) struct Debt(&'static AtomicUsize);
 
 impl Debt {
-    pub(super) fn new() -> Debt {
-        OWED.fetch_add(1, Ordering::SeqCst);
-        Debt(())
+    pub(super) fn of_callable() -> Debt {
+        Debt::on(&CALLABLES)
+    }
+
+    pub(super) fn of_news() -> Debt {
+        Debt::on(&NEWS)
+    }
+
+    fn on(count: &'static AtomicUsize) -> Debt {
+        count.fetch_add(1, Ordering::SeqCst);
+        Debt(count)
+    }
+
+    fn is_any() -> bool {
+        CALLABLES.load(Ordering::SeqCst) > 0 || NEWS.load(Ordering::SeqCst) > 0
     }
 }
 
 impl Drop for Debt {
     fn drop(&mut self) {
         // Either this sees that the exit waits, or the exit sees the 0.
-        if OWED.fetch_sub(1, Ordering::SeqCst) == 1 && EXITING.load(Ordering::SeqCst) {
+        if self.0.fetch_sub(1, Ordering::SeqCst) == 1 && EXITING.load(Ordering::SeqCst) {
             drop(sleep_lock());
             CHANGED.notify_all();
         }
@@ -372,7 +386,7 @@ pub(super) fn _after_fork() {
     CLOSED.store(true, Ordering::Release);
 }
 
-/// For `atexit`: waits up to `seconds` for accepted host code, then closes the gate. Returns how many were left. Ctrl-C
+/// For `atexit`: waits up to `seconds` for accepted host code, then closes the gate. Returns how many callables were left. Ctrl-C
 /// ends the wait.
 #[pyfunction]
 pub(super) fn _at_exit(py: Python<'_>, seconds: f64) -> PyResult<usize> {
@@ -385,10 +399,10 @@ pub(super) fn _at_exit(py: Python<'_>, seconds: f64) -> PyResult<usize> {
     EXITING.store(true, Ordering::SeqCst);
     let waited = super::interruptibly(py, |interrupted| {
         let mut guard = sleep_lock();
-        while OWED.load(Ordering::SeqCst) > 0 && started.elapsed() < limit {
+        while Debt::is_any() && started.elapsed() < limit {
             let slice = INTERRUPT_CHECK.min(limit.saturating_sub(started.elapsed()));
             guard = CHANGED.wait_timeout(guard, slice).unwrap_or_else(PoisonError::into_inner).0;
-            if OWED.load(Ordering::SeqCst) > 0 {
+            if Debt::is_any() {
                 drop(guard);
                 if interrupted() {
                     return Err(crate::Error::Interrupted);
@@ -404,7 +418,7 @@ pub(super) fn _at_exit(py: Python<'_>, seconds: f64) -> PyResult<usize> {
         CHANGED.notify_all();
         drop(guard);
         crate::lane::let_go_of_python();
-        let left = OWED.load(Ordering::SeqCst);
+        let left = CALLABLES.load(Ordering::SeqCst);
         // Who was let in before needs the GIL, which is free now.
         while ENTERING.load(Ordering::SeqCst) > 0 {
             thread::yield_now();

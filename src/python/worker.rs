@@ -102,7 +102,7 @@ impl Job {
         args: &Bound<'_, PyTuple>,
         kwargs: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Job> {
-        Ok(Job { call: Call::new(function, args, kwargs)?, debt: Debt::new() })
+        Ok(Job { call: Call::new(function, args, kwargs)?, debt: Debt::of_callable() })
     }
 
     /// Calls the callable on this thread, one of rstream's, with `status` as the first argument if there is one.
@@ -272,7 +272,7 @@ impl Repeated {
     /// Calls it. On a callback thread of the driver's.
     pub(super) fn run(self: &Arc<Self>) {
         let this = Arc::clone(self);
-        let debt = Debt::new();
+        let debt = Debt::of_callable();
         run_ordered(move || {
             gate::enter(|py| {
                 match this.call.run(py, None) {
