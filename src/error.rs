@@ -109,7 +109,7 @@ impl Status {
 }
 
 impl Status {
-    /// Which rule of a capture a code stands for, and what to do.
+    /// What a code stands for beside the call that got it, and what to do.
     fn remedy(self) -> Option<&'static str> {
         Some(match self {
             Status::STREAM_CAPTURE_UNSUPPORTED => {
@@ -139,6 +139,10 @@ impl Status {
             }
             Status::STREAM_CAPTURE_WRONG_THREAD => {
                 "A capture ends on the thread that began it, unless its mode is relaxed"
+            }
+            Status::INVALID_HANDLE => "It was never a handle of this device, or what it stood for was destroyed",
+            _ if self.sticky() => {
+                "Earlier work of the device has failed, and no call works on it until the process ends"
             }
             _ => return None,
         })

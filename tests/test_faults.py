@@ -40,6 +40,7 @@ def test_behind_a_fault_callbacks_run_once_and_nothing_else_runs(program):
                 call()
             except rs.DeviceFaultError as error:
                 assert error.code == 700
+                assert "Earlier work of the device has failed" in str(error), error
             else:
                 raise AssertionError(call)
         assert stream.pending == 0 and other.pending == 0

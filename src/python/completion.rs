@@ -514,9 +514,10 @@ impl Finished {
     fn get(&self, py: Python<'_>, seconds: Option<f64>) -> PyResult<Option<usize>> {
         let limit = timeout(seconds).py(py)?;
         // In a forked child, who had the lock may not be here.
-        let number = match gate::is_forked() {
-            true => self.numbers.numbers.try_lock().ok().and_then(|mut numbers| numbers.pop_front()),
-            false => self.numbers.lock().pop_front(),
+        let number = if gate::is_forked() {
+            self.numbers.numbers.try_lock().ok().and_then(|mut numbers| numbers.pop_front())
+        } else {
+            self.numbers.lock().pop_front()
         };
         if number.is_some() {
             return Ok(number);
