@@ -189,6 +189,8 @@ def test_ctrl_c_ends_a_wait_and_leaves_the_stream_sound(program, what):
     out = program(
         f"""
         import os, signal, threading, time
+        # A shell that runs something in the background has it ignore the signal.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         stream = rs.Stream()
         hold = rs.testing.hold(stream)
         event, completion, array = stream.record(), stream.then(lambda: 5), rs.device_empty(4)
