@@ -434,9 +434,10 @@ fn close_does_not_wait_for_somebody_who_waits_for_room_in_a_queue() {
                 })
             }
         });
-        // Until it is blocked: nothing more is accepted. How much is depends on what else the enqueue queues.
+        // Until it is blocked: nothing more is accepted. How much is depends on what else the enqueue queues, and on the
+        // streams of other tests that share a hardware channel, and with it the room, and cannot go on meanwhile.
         let (mut before, mut unchanged) = (0, 0);
-        while before < ROOM / 4 || unchanged < 100_000 {
+        while before == 0 || unchanged < 100_000 {
             let now = accepted.load(Ordering::Acquire);
             unchanged = if now == before { unchanged + 1 } else { 0 };
             before = now;
