@@ -408,10 +408,10 @@ def test_who_holds_the_gil_is_not_met_with_ever_more_threads(device):
 
     streams = [rs.Stream(device) for _ in range(300)]
     assert rs.wait([stream.then(int) for stream in streams], 60).not_done == set()
-    hold = [rs.testing.hold(stream) for stream in streams[:1]]
+    hold = rs.testing.hold(streams[0])
     continuations = [stream.then(int) for stream in streams]
     # With the GIL held, as a function of a PyDLL is called.
-    hold[0].release()
+    hold.release()
     before = threads()
     ctypes.PyDLL(None).usleep(100_000)
     assert threads() < before + 16
