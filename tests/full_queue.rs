@@ -1,5 +1,4 @@
-//! A full queue of a stream. In a process of its own: beside it other tests' calls block, and streams that share a hardware
-//! channel may share its room, so that a test which holds one would never let go.
+//! A full queue of a stream. In a process of its own: beside it other tests' calls block.
 
 mod common;
 

@@ -238,6 +238,61 @@ def test_what_names_no_device_is_a_type_error(bad):
         rs.Device(bad)
 
 
+def test_reserved_streams_are_made_beside_a_stream_that_waits(program):
+    text = """
+        rs.default_device().reserve_streams(200)
+        first = rs.Stream()
+        with rs.testing.hold(first):
+            print(len([rs.Stream() for _ in range(200)]))
+        """
+    assert program(text) == "200\n"
+
+
+@pytest.mark.parametrize(("bad", "rule"), [(-1, "expected 0 or more"), (4097, "at most 4096")])
+def test_room_for_a_wrong_number_of_streams_is_refused(device, bad, rule):
+    with pytest.raises(rs.InvalidValueError, match=rf"room for {bad} streams: {rule}"):
+        device.reserve_streams(bad)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "rs.Stream()",
+        "rs.Stream.legacy_default()",
+        "rs.Stream.per_thread_default()",
+        "rs.Stream.from_external(2)",
+        "rs.GreenContext(multiprocessors=8).create_stream()",
+    ],
+)
+@pytest.mark.parametrize("before", ["", "rs.Stream().close()"])
+def test_where_torch_is_loaded_there_is_room_for_its_streams(program, before, first):
+    """It makes all at once, with the GIL. Without room the driver waits for a callback, and that for the GIL."""
+    text = f"""
+        import sys, types
+        {before}
+        sys.modules.setdefault("torch", types.ModuleType("torch"))
+        stream = {first}
+        with rs.testing.hold(stream):
+            print(len([rs.Stream(non_blocking=True) for _ in range(128)]))
+        """
+    assert program(text) == "128\n"
+
+
+@pytest.mark.gpu_only
+def test_the_first_stream_of_torch_may_be_made_while_a_callback_is_queued(program, device):
+    pytest.importorskip("torch")
+    text = """
+        import sys
+        import torch
+        stream = rs.Stream.from_external(torch.cuda.current_stream())
+        sys.setswitchinterval(60)
+        done = stream.add_callback(lambda status: int(status))
+        torch.cuda.Stream()
+        print(done.result(30))
+        """
+    assert program(text) == "0\n"
+
+
 def test_the_default_device_is_chosen_by_the_environment(program):
     assert program("print(rs.default_device())", RSTREAM_DEVICE="soft:1").strip() == 'Device("soft:1")'
     assert "RSTREAM_DEVICE" in program(

@@ -6,7 +6,7 @@ use cudarc::driver::sys::{CUcontext, CUdevResource, CUdevResourceDesc, CUgreenCt
 
 use crate::device::{self, MULTIPROCESSORS};
 use crate::system::{self, Answer, CONTEXT_IS_DESTROYED, INVALID_CONTEXT, INVALID_VALUE};
-use crate::{call_outside, put};
+use crate::{call_outside, put, stream};
 
 /// `CU_DEV_RESOURCE_TYPE_SM`.
 const SM: c_uint = 1;
@@ -162,9 +162,8 @@ pub unsafe extern "C" fn cuGreenCtxStreamCreate(
         if out.is_null() || flags != NON_BLOCKING {
             return Err(INVALID_VALUE);
         }
-        let mut system = system::lock();
-        let ordinal = *system.green.get(&(green as usize)).ok_or(INVALID_CONTEXT)?;
-        let handle = system.new_handle(device::handle_of(ordinal), green as usize, flags, priority)?;
+        let ordinal = *system::lock().green.get(&(green as usize)).ok_or(INVALID_CONTEXT)?;
+        let handle = stream::new_handle(device::handle_of(ordinal), green as usize, flags, priority)?;
         // SAFETY: the caller's promise.
         unsafe { put(out, handle as CUstream) }
     })

@@ -20,16 +20,23 @@ pub(crate) const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
 impl System {
-    /// A stream of a context, or of a green one inside it unless that is 0, with the handle that is created with it.
-    pub(crate) fn new_handle(&mut self, context: usize, green: usize, flags: c_uint, priority: c_int) -> Answer<usize> {
+    fn new_handle(&mut self, context: usize, green: usize, flags: c_uint, priority: c_int) -> Answer<usize> {
         green::alive(self, green)?;
         self.sound(context)?;
         let stream = self.new_stream(context, flags, priority.clamp(PRIORITIES.1, PRIORITIES.0));
         self.streams.get_mut(&stream).expect("made above").green = green;
+        self.contexts.get_mut(&context).expect("sound").made_streams += 1;
         let handle = system::fresh_handle();
         self.handles.insert(handle, stream);
         Ok(handle)
     }
+}
+
+/// A stream of a context, or of a green one inside it unless that is 0, with the handle that is created with it.
+pub(crate) fn new_handle(context: usize, green: usize, flags: c_uint, priority: c_int) -> Answer<usize> {
+    let _submission = system::submission(context);
+    system::make_room_for_a_stream(context)?;
+    system::lock().new_handle(context, green, flags, priority)
 }
 
 /// The per-thread default streams of a thread, by context. They go with the thread.
@@ -113,10 +120,7 @@ fn create(out: *mut CUstream, flags: c_uint, priority: c_int) -> Answer {
     if out.is_null() || flags > 1 {
         return Err(INVALID_VALUE);
     }
-    let context = device::current()?;
-    let _submission = system::submission(context);
-    let mut system = system::lock();
-    let handle = system.new_handle(context, device::current_green(), flags, priority)?;
+    let handle = new_handle(device::current()?, device::current_green(), flags, priority)?;
     // SAFETY: the caller's promise.
     unsafe { put(out, handle as CUstream) }
 }
@@ -127,6 +131,8 @@ pub unsafe extern "C" fn cuStreamDestroy_v2(stream: CUstream) -> c_uint {
         let _submission = system::submission_of(id);
         let mut system = system::lock();
         let id = system.handles.remove(&(stream as usize)).ok_or(INVALID_HANDLE)?;
+        let context = system.streams[&id].context;
+        system.contexts.get_mut(&context).expect("of a stream").made_streams -= 1;
         let sound = system.sound_stream(id);
         system.leave_capture(id);
         system.retire(id);

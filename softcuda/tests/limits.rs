@@ -132,6 +132,44 @@ fn a_full_queue_blocks_its_enqueuer_and_calls_on_the_context_but_no_work() {
 }
 
 #[test]
+fn a_stream_beyond_the_room_waits_for_all_work_and_makes_other_calls_wait() {
+    const DEVICE: c_int = 11;
+    const ROOM: usize = 35;
+    const NEXT_ROOM: usize = 78;
+    attach(DEVICE);
+    let (held, busy) = (stream(), stream());
+    let gate = gate(held);
+    let (go, started) = blocker(busy);
+    started.recv().unwrap();
+    let mut streams: Vec<usize> = (2..ROOM).map(|_| stream()).collect();
+    let (makes, made) = channel();
+    let creator = thread::spawn(move || {
+        attach(DEVICE);
+        makes.send(stream()).unwrap();
+    });
+    let others = until_calls_wait(DEVICE);
+    // Neither of the two is enough. Questions are answered.
+    open(gate);
+    assert_eq!(unsafe { cuStreamSynchronize(held as CUstream) }, 0);
+    assert!(made.try_recv().is_err());
+    go.send(()).unwrap();
+    streams.push(made.recv().unwrap());
+    creator.join().unwrap();
+    others.join().unwrap();
+    // The room stays when streams go.
+    for stream in streams {
+        assert_eq!(unsafe { cuStreamDestroy_v2(stream as CUstream) }, 0);
+    }
+    let (go, started) = blocker(busy);
+    started.recv().unwrap();
+    for _ in 2..NEXT_ROOM {
+        stream();
+    }
+    go.send(()).unwrap();
+    assert_eq!(unsafe { cuCtxSynchronize() }, 0);
+}
+
+#[test]
 fn while_a_callback_runs_freeing_waits_and_makes_other_calls_wait() {
     const DEVICE: c_int = 3;
     attach(DEVICE);

@@ -4,7 +4,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
 use super::call;
-use super::device::{DevicePy, device_or_default};
+use super::device::{DevicePy, device_or_default, with_room_for_torch};
 use super::stream::{StreamPy, clamped};
 use crate::green::GreenContext;
 
@@ -28,7 +28,7 @@ impl GreenContextPy {
     /// A new stream in it, which is non-blocking always (`cuGreenCtxStreamCreate`).
     #[pyo3(signature = (*, priority=0))]
     fn create_stream(&self, py: Python<'_>, priority: i64) -> PyResult<StreamPy> {
-        call(py, |api| self.0.create_stream(api, clamped(priority))).map(StreamPy)
+        with_room_for_torch(py, self.0.device(), |api| self.0.create_stream(api, clamped(priority))).map(StreamPy)
     }
 
     /// The device.

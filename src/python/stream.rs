@@ -13,7 +13,7 @@ use super::awaiting::Await;
 use super::call;
 use super::capture::{CapturePy, status_name};
 use super::completion::CompletionPy;
-use super::device::{DevicePy, device_or_default};
+use super::device::{DevicePy, device_or_default, with_room_for_torch};
 use super::errors::{PyResultExt as _, exception};
 use super::event::{EventPy, python_bool};
 use super::gate::{Buried, drop_attached, refuse_forked};
@@ -113,7 +113,7 @@ impl StreamPy {
         .py(py)?;
         let device = device_or_default(device, py)?;
         let options = StreamOptions { non_blocking, priority, signal };
-        call(py, move |api| Stream::new(api, device, options)).map(StreamPy)
+        with_room_for_torch(py, device, move |api| Stream::new(api, device, options)).map(StreamPy)
     }
 
     /// The legacy default stream (`CU_STREAM_LEGACY`), which blocking streams and it wait for each other.
@@ -121,7 +121,7 @@ impl StreamPy {
     #[pyo3(signature = (device=None))]
     fn legacy_default(py: Python<'_>, device: Option<&Bound<'_, PyAny>>) -> PyResult<StreamPy> {
         let device = device_or_default(device, py)?;
-        call(py, move |api| Stream::legacy_default(api, device)).map(StreamPy)
+        with_room_for_torch(py, device, move |api| Stream::legacy_default(api, device)).map(StreamPy)
     }
 
     /// The default stream of this thread (`CU_STREAM_PER_THREAD`).
@@ -131,7 +131,7 @@ impl StreamPy {
     #[pyo3(signature = (device=None))]
     fn per_thread_default(py: Python<'_>, device: Option<&Bound<'_, PyAny>>) -> PyResult<StreamPy> {
         let device = device_or_default(device, py)?;
-        call(py, move |api| Stream::per_thread_default(api, device)).map(StreamPy)
+        with_room_for_torch(py, device, move |api| Stream::per_thread_default(api, device)).map(StreamPy)
     }
 
     /// A stream of another library, which is kept alive and never destroyed by rstream.
@@ -157,7 +157,8 @@ impl StreamPy {
         let keep: Box<dyn Any + Send + Sync> = Box::new(keep);
         // SAFETY: that the handle is alive as long as `keep` is what the protocols say that it was read from, and for a
         // bare number the documented duty of the caller.
-        call(py, move |api| unsafe { Stream::from_raw(api, device, handle, Some(keep)) }).map(StreamPy)
+        with_room_for_torch(py, device, move |api| unsafe { Stream::from_raw(api, device, handle, Some(keep)) })
+            .map(StreamPy)
     }
 
     /// The handle (`CUstream`). Raises `ClosedError` on a closed stream.
