@@ -2,16 +2,19 @@
 
 use std::ffi::c_uint;
 use std::ptr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cudarc::driver::sys::CUevent;
 
 use crate::api::Api;
-use crate::completion::Completion;
+use crate::callback::{self, Notice};
+use crate::completion::{self, Completion, Promise};
 use crate::device::Device;
 use crate::error::{Error, Result, Status};
 use crate::graph::Sequence;
+use crate::poller;
 use crate::reaper::{self, Relaxed};
 use crate::stream::{Stream, StreamOptions, poll_until_done};
 
@@ -124,6 +127,68 @@ struct Inner {
     options: EventOptions,
     raw: Mutex<Option<Arc<RawEvent>>>,
     record: Mutex<Record>,
+    /// Not only rstream records it: its handle was given out, or launches of a graph do.
+    shared: AtomicBool,
+    watch: Arc<Watch>,
+}
+
+/// Who waits for the record that an event has now. The polling thread asks for it: a stream that waits for an event takes a
+/// hardware channel, and to make one may mean to wait for all others.
+#[derive(Default)]
+pub(crate) struct Watch {
+    /// Held while the event is asked, which never blocks, so that it is not recorded anew meanwhile.
+    waiting: Mutex<Option<Waiting>>,
+    /// As `waiting` says, for whoever records the event.
+    watched: AtomicBool,
+}
+
+struct Waiting {
+    raw: Arc<RawEvent>,
+    promises: Vec<Promise<()>>,
+}
+
+/// What [`Watch::ask`] found.
+pub(crate) enum Asked {
+    NotYet,
+    /// These are to be told.
+    Reached(Status, Vec<Promise<()>>),
+    /// Nobody waits any more.
+    Nobody,
+}
+
+impl Watch {
+    fn lock(&self) -> MutexGuard<'_, Option<Waiting>> {
+        // Nothing foreign runs under the lock, so a poisoned one still guards a sound state.
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// True: it was not watched before.
+    fn add(&self, raw: Arc<RawEvent>, promises: Vec<Promise<()>>) -> bool {
+        let mut waiting = self.lock();
+        let new = waiting.is_none();
+        self.watched.store(true, Ordering::Release);
+        waiting.get_or_insert_with(|| Waiting { raw, promises: Vec::new() }).promises.extend(promises);
+        new
+    }
+
+    /// Asks the event. Called by the polling thread.
+    pub(crate) fn ask(&self) -> Asked {
+        let mut waiting = self.lock();
+        let Some(Waiting { raw, .. }) = &*waiting else { return Asked::Nobody };
+        let status = match raw.query() {
+            Ok(true) => Status::SUCCESS,
+            Err(error) if error.status().ends_all_work() => error.status(),
+            // Any other refusal says nothing about the work before it.
+            Ok(false) | Err(_) => return Asked::NotYet,
+        };
+        let Waiting { promises, .. } = self.take(&mut waiting).expect("seen above");
+        Asked::Reached(status, promises)
+    }
+
+    fn take(&self, waiting: &mut Option<Waiting>) -> Option<Waiting> {
+        self.watched.store(false, Ordering::Release);
+        waiting.take()
+    }
 }
 
 /// A mark that is recorded in a stream, and reached when the work before it is done. A cheap, shared handle.
@@ -163,6 +228,8 @@ impl Event {
                 options,
                 raw: Mutex::new(Some(Arc::new(raw))),
                 record: Mutex::new(Record::Never),
+                shared: AtomicBool::new(false),
+                watch: Arc::default(),
             }),
         })
     }
@@ -180,8 +247,40 @@ impl Event {
         std::mem::replace(&mut *self.inner.record.lock().unwrap_or_else(PoisonError::into_inner), record)
     }
 
+    /// It is about to be recorded anew: who waits for the record of now is told by a stream that waits for it.
+    pub(crate) fn settle(&self, api: &Api<'_>) -> Result<()> {
+        if self.inner.watch.watched.load(Ordering::Acquire) { self.settle_watched(api) } else { Ok(()) }
+    }
+
+    #[cold]
+    fn settle_watched(&self, api: &Api<'_>) -> Result<()> {
+        let watch = &self.inner.watch;
+        let taken = watch.take(&mut watch.lock());
+        let Some(Waiting { raw, mut promises }) = taken else { return Ok(()) };
+        let told = self.notice_stream(api).and_then(|notice| {
+            while let Some(promise) = promises.pop() {
+                if let Err((error, Notice { promise })) = notice.enqueue(api, Notice { promise }) {
+                    promises.push(promise);
+                    return Err(error);
+                }
+            }
+            Ok(())
+        });
+        if told.is_err() {
+            self.watch(raw, promises);
+        }
+        told
+    }
+
+    fn watch(&self, raw: Arc<RawEvent>, promises: Vec<Promise<()>>) {
+        if self.inner.watch.add(raw, promises) {
+            poller::ask(Arc::clone(&self.inner.watch));
+        }
+    }
+
     /// Launches of a graph record it. Until one has, it is what it was.
     pub(crate) fn recorded_at_launches(&self) {
+        self.inner.shared.store(true, Ordering::Release);
         let mut record = self.inner.record.lock().unwrap_or_else(PoisonError::into_inner);
         if *record == Record::Never {
             *record = Record::Ordinary;
@@ -214,11 +313,14 @@ impl Event {
     }
 
     /// Its handle (`CUevent`), for other libraries. It is valid until the event is closed and its last clone dropped.
+    /// Whoever records it while a [completion](Event::completion) that is older than this call waits, delays that one.
     ///
     /// # Errors
     /// [`Error::Closed`].
     pub fn handle(&self) -> Result<usize> {
-        Ok(self.raw()?.handle as usize)
+        let raw = self.raw()?;
+        self.inner.shared.store(true, Ordering::Release);
+        Ok(raw.handle as usize)
     }
 
     /// Whether it was closed.
@@ -294,12 +396,30 @@ impl Event {
 
     /// A completion that resolves when the record of this moment is reached; at once if there is none.
     ///
+    /// The polling thread asks for it (`cuEventQuery`), on any device and whatever the signal; but if others may record the event
+    /// anew, a stream of its own waits for it (`cuStreamWaitEvent`).
+    ///
     /// # Errors
-    /// What the driver answers while the notice is queued, on a stream of its own.
+    /// As [`Event::query`]; what the driver answers.
     pub fn completion(&self, api: &Api<'_>) -> Result<Completion<()>> {
-        self.raw_to_ask()?;
+        let raw = self.raw_to_ask()?;
+        let bound = self.inner.device.bind(api)?;
+        if raw.query()? {
+            return Ok(callback::reached_already());
+        }
+        drop(bound);
+        if self.inner.shared.load(Ordering::Acquire) || !poller::is_started() {
+            return self.notice_stream(api)?.completion(api);
+        }
+        let (promise, completion) = completion::channel();
+        self.watch(raw, vec![promise]);
+        Ok(completion)
+    }
+
+    /// A stream that waits for the record of now.
+    fn notice_stream(&self, api: &Api<'_>) -> Result<Stream> {
         let notice = Stream::new(api, self.inner.device, StreamOptions::default())?;
         notice.wait_event(api, self)?;
-        notice.completion(api)
+        Ok(notice)
     }
 }

@@ -1,4 +1,4 @@
-//! The threads that watch lanes, and how they wait.
+//! The threads that watch lanes, and events that somebody waits for, and how they wait.
 //!
 //! One thread polls. It runs what is due itself; while it is in foreign code a stand-by thread looks at the clock, and takes
 //! the polling over when that has lasted for half a millisecond, so that one stream's slow callback does not hold up
@@ -15,6 +15,8 @@ use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::callback;
+use crate::event::{Asked, Watch};
 use crate::executor;
 use crate::lane::Lane;
 
@@ -57,11 +59,37 @@ const HOT: Duration = Duration::from_millis(5);
 /// Callbacks that block keep a thread each; beyond these nobody takes over.
 const MOST_THREADS: usize = 64;
 
-struct Watched {
-    /// New lanes for the polling thread.
-    arrived: Vec<Arc<Lane>>,
-    /// What a thread that was taken over from had.
+/// What the polling thread looks at.
+struct Sights {
     lanes: Vec<Arc<Lane>>,
+    events: Vec<Arc<Watch>>,
+}
+
+impl Sights {
+    const fn new() -> Sights {
+        Sights { lanes: Vec::new(), events: Vec::new() }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.lanes.is_empty() && self.events.is_empty()
+    }
+
+    fn append(&mut self, other: &mut Sights) {
+        self.lanes.append(&mut other.lanes);
+        self.events.append(&mut other.events);
+    }
+
+    fn copy_from(&mut self, other: &Sights) {
+        self.lanes.clone_from(&other.lanes);
+        self.events.clone_from(&other.events);
+    }
+}
+
+struct Watched {
+    /// New ones for the polling thread.
+    arrived: Sights,
+    /// What a thread that was taken over from had.
+    sights: Sights,
     /// The polling thread sleeps until something arrives.
     parked: bool,
     threads: usize,
@@ -69,7 +97,7 @@ struct Watched {
 }
 
 static WATCHED: Mutex<Watched> =
-    Mutex::new(Watched { arrived: Vec::new(), lanes: Vec::new(), parked: false, threads: 0, standing_by: 0 });
+    Mutex::new(Watched { arrived: Sights::new(), sights: Sights::new(), parked: false, threads: 0, standing_by: 0 });
 static ARRIVED: Condvar = Condvar::new();
 static STAND_BY: Condvar = Condvar::new();
 /// Who polls: the thread that has this number.
@@ -77,7 +105,7 @@ static TURN: AtomicU64 = AtomicU64::new(0);
 /// Since when the polling thread is where it may be kept, in nanoseconds; 0: it is not. Whoever changes it from that to 0 has
 /// the turn: the thread itself when it comes back, or a stand-by that takes over.
 static BUSY: AtomicU64 = AtomicU64::new(0);
-/// Lanes have arrived.
+/// Something has arrived.
 static NEWS: AtomicBool = AtomicBool::new(false);
 /// The stand-by looks at the clock on its own.
 static HOT_NOW: AtomicBool = AtomicBool::new(false);
@@ -108,8 +136,17 @@ pub(crate) fn is_started() -> bool {
 
 /// Watches a lane until it is over. There is a thread that polls.
 pub(crate) fn watch(lane: Arc<Lane>) {
+    arrive(|arrived| arrived.lanes.push(lane));
+}
+
+/// Asks an event until it is reached. There is a thread that polls.
+pub(crate) fn ask(event: Arc<Watch>) {
+    arrive(|arrived| arrived.events.push(event));
+}
+
+fn arrive(push: impl FnOnce(&mut Sights)) {
     let mut watched = lock();
-    watched.arrived.push(lane);
+    push(&mut watched.arrived);
     NEWS.store(true, Ordering::Release);
     if std::mem::take(&mut watched.parked) {
         ARRIVED.notify_one();
@@ -132,7 +169,7 @@ fn stand_by() {
         let late = busy != 0 && nanoseconds(Instant::now()).saturating_sub(busy) > PATIENCE.as_nanos() as u64;
         let taken = late && BUSY.compare_exchange(busy, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok();
         if nobody || taken {
-            let lanes = std::mem::take(&mut watched.lanes);
+            let sights = std::mem::replace(&mut watched.sights, Sights::new());
             TURN.store(turn + 1, Ordering::Release);
             // There may be another that stands by and was not told to look at the clock: this one was.
             HOT_NOW.store(false, Ordering::Release);
@@ -140,7 +177,7 @@ fn stand_by() {
                 start(&mut watched);
             }
             drop(watched);
-            poll(turn + 1, lanes);
+            poll(turn + 1, sights);
             watched = lock();
             if watched.standing_by > 0 {
                 watched.threads -= 1;
@@ -159,9 +196,11 @@ fn stand_by() {
 }
 
 /// Polls until another thread has taken the turn.
-fn poll(turn: u64, mut lanes: Vec<Arc<Lane>>) {
+fn poll(turn: u64, mut sights: Sights) {
     let mut quiet_since = Instant::now();
     let mut spins = 0_u32;
+    // The event that was asked last.
+    let mut asked = 0;
     let mut changed = true;
     loop {
         if changed || NEWS.load(Ordering::Acquire) {
@@ -170,19 +209,42 @@ fn poll(turn: u64, mut lanes: Vec<Arc<Lane>>) {
                 return;
             }
             NEWS.store(false, Ordering::Release);
-            lanes.append(&mut watched.arrived);
+            sights.append(&mut watched.arrived);
             // For whoever takes over.
-            watched.lanes.clone_from(&lanes);
+            watched.sights.copy_from(&sights);
             changed = false;
         }
+        let Sights { lanes, events } = &mut sights;
         let mut ran = false;
-        for lane in &lanes {
+        for lane in &*lanes {
             if !lane.is_due() {
                 continue;
             }
             have_stood_by();
             let Some(due) = away(|| lane.run_due()) else { return };
             ran |= due;
+        }
+        // Each once, but what is due in a lane comes first: an event takes a call of the driver.
+        for _ in 0..events.len() {
+            asked = (asked + 1) % events.len();
+            match events[asked].ask() {
+                Asked::NotYet => {}
+                Asked::Nobody => {
+                    drop(events.swap_remove(asked));
+                    (changed, ran) = (true, true);
+                }
+                Asked::Reached(status, promises) => {
+                    have_stood_by();
+                    if away(|| promises.into_iter().for_each(|promise| callback::tell(promise, status))).is_none() {
+                        return;
+                    }
+                    ran = true;
+                }
+            }
+            if lanes.iter().any(|lane| lane.is_due()) {
+                ran = true;
+                break;
+            }
         }
         let now = Instant::now();
         if ran {
@@ -199,7 +261,7 @@ fn poll(turn: u64, mut lanes: Vec<Arc<Lane>>) {
         if quiet > HOT {
             HOT_NOW.store(false, Ordering::Release);
         }
-        for lane in &lanes {
+        for lane in &*lanes {
             if lane.is_to_be_asked(now) {
                 // The driver may block here, as when somebody enqueues more than there is room for.
                 have_stood_by();
@@ -211,7 +273,7 @@ fn poll(turn: u64, mut lanes: Vec<Arc<Lane>>) {
         spins = spins.wrapping_add(1);
         let policy = wait_policy();
         let spinning = match policy {
-            WaitPolicy::Spin => !lanes.is_empty(),
+            WaitPolicy::Spin => !sights.is_empty(),
             WaitPolicy::Adaptive => quiet < SPIN,
             WaitPolicy::Sleep => false,
         };
@@ -229,7 +291,7 @@ fn poll(turn: u64, mut lanes: Vec<Arc<Lane>>) {
             continue;
         }
         watched.parked = true;
-        if lanes.is_empty() {
+        if sights.is_empty() {
             HOT_NOW.store(false, Ordering::Release);
             watched = ARRIVED.wait(watched).unwrap_or_else(PoisonError::into_inner);
             quiet_since = Instant::now();

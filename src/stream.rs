@@ -189,6 +189,7 @@ impl Ready<'_> {
     }
 
     /// Asks for the capture that work goes to. The caller holds the gate.
+    #[inline(always)]
     fn look_for_capture(&mut self) -> Result<()> {
         let driver = self.raw.device.driver();
         // SAFETY: the stream is alive, and its context is current.
@@ -783,6 +784,7 @@ impl Stream {
     pub fn record(&self, api: &Api<'_>, event: &Event) -> Result<()> {
         self.refuse_other_device(event)?;
         let raw = event.raw()?;
+        event.settle(api)?;
         let ready = self.capturable(api)?;
         let captured = |capture: &capture::State| Record::Captured(Sequence::of(self.inner.device, capture.id));
         // Said before it is so, since nobody may ask an event that is captured.
@@ -801,6 +803,7 @@ impl Stream {
     pub fn record_external(&self, api: &Api<'_>, event: &Event) -> Result<()> {
         self.refuse_other_device(event)?;
         let raw = event.raw()?;
+        event.settle(api)?;
         let handle = raw.handle();
         self.external(api)?.submit(Box::new(raw), |driver, stream| {
             // SAFETY: both handles are alive, the event as long as the graph.
@@ -939,7 +942,7 @@ impl Stream {
         Ok(lane.get())
     }
 
-    fn enqueue<C: HostCode>(&self, api: &Api<'_>, code: C) -> Result<(), (Error, C)> {
+    pub(crate) fn enqueue<C: HostCode>(&self, api: &Api<'_>, code: C) -> Result<(), (Error, C)> {
         match self.ready_for::<C>(api) {
             Ok((lane, ready)) => self.enqueue_ready(lane, &ready, code),
             Err(error) => Err((error, code)),
@@ -947,11 +950,13 @@ impl Stream {
     }
 
     /// The stream, ready to be given host code, and its lane.
+    #[inline]
     fn ready_for<'a, C: HostCode>(&'a self, api: &'a Api<'_>) -> Result<(Option<&'a Arc<Lane>>, Ready<'a>)> {
         let lane = self.lane(api)?;
         Ok((lane, self.ready(api, C::ACT, C::REMEDY)?))
     }
 
+    #[inline]
     fn enqueue_ready<C: HostCode>(
         &self,
         lane: Option<&Arc<Lane>>,

@@ -11,8 +11,10 @@ use std::time::Duration;
 use common::{device, with_stream};
 use rstream::{Api, Buffer, Error, Event, EventOptions, Pattern, Signal, Status, Stream, StreamOptions, testing};
 
+const PATIENCE: Duration = Duration::from_secs(60);
+
 fn synchronize(api: &Api<'_>, stream: &Stream) -> rstream::Result<()> {
-    stream.synchronize(api, Some(Duration::from_secs(60)), &mut || false)
+    stream.synchronize(api, Some(PATIENCE), &mut || false)
 }
 
 #[test]
@@ -204,6 +206,57 @@ fn streams_wait_for_events_and_for_each_other() {
         reached.into_result(None)?;
         assert!(event.query(api)?);
         Ok(())
+    });
+}
+
+#[test]
+fn a_completion_of_an_event_is_of_the_record_that_it_had_then() {
+    with_stream(|api, stream| {
+        let options = StreamOptions::default();
+        let (second, third) =
+            (Stream::new(api, stream.device(), options)?, Stream::new(api, stream.device(), options)?);
+        for handle_is_known in [false, true] {
+            let event = Event::new(api, stream.device(), EventOptions::default())?;
+            if handle_is_known {
+                assert!(event.handle()? != 0);
+            }
+            assert!(event.completion(api)?.is_done(), "never recorded");
+            let holds = [testing::hold(api, stream)?, testing::hold(api, &second)?, testing::hold(api, &third)?];
+            stream.record(api, &event)?;
+            let firsts = [event.completion(api)?, event.completion(api)?];
+            second.record(api, &event)?;
+            let second_one = event.completion(api)?;
+            third.record(api, &event)?;
+            let third_one = event.completion(api)?;
+            holds[1].release();
+            second_one.into_result(Some(PATIENCE))?;
+            assert!(firsts.iter().all(|first| !first.is_done()) && !third_one.is_done());
+            holds[0].release();
+            firsts.into_iter().try_for_each(|first| first.into_result(Some(PATIENCE)))?;
+            assert!(!third_one.is_done());
+            event.close();
+            holds[2].release();
+            third_one.into_result(Some(PATIENCE))?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn to_wait_for_many_events_needs_no_room() {
+    /// More than there is room for streams, of which each that is made beyond would wait for the one that is held.
+    const EVENTS: usize = 400;
+    with_stream(|api, stream| {
+        let hold = testing::hold(api, stream)?;
+        let completions = (0..EVENTS).map(|_| {
+            let event = Event::new(api, stream.device(), EventOptions::default())?;
+            stream.record(api, &event)?;
+            event.completion(api)
+        });
+        let completions = completions.collect::<Result<Vec<_>, Error>>()?;
+        assert!(completions.iter().all(|completion| !completion.is_done()));
+        hold.release();
+        completions.into_iter().try_for_each(|completion| completion.into_result(Some(PATIENCE)))
     });
 }
 

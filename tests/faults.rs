@@ -32,6 +32,7 @@ fn behind_a_fault_callbacks_run_once_with_the_status_and_nothing_else_runs() {
         let continuation = stream.then(api, move |_| c())?;
         let notice = stream.completion(api)?;
         stream.record(api, &event)?;
+        let mark = event.completion(api)?;
         assert_eq!(before.into_result(None)?, Status::SUCCESS);
         hold.release();
 
@@ -41,7 +42,8 @@ fn behind_a_fault_callbacks_run_once_with_the_status_and_nothing_else_runs() {
         assert_eq!(function.status(), Some(fault));
         assert_eq!(function.into_result(None), Err(not_run.clone()));
         assert_eq!(continuation.into_result(None), Err(not_run.clone()));
-        assert_eq!(notice.into_result(None), Err(not_run));
+        assert_eq!(notice.into_result(None), Err(not_run.clone()));
+        assert_eq!(mark.into_result(None), Err(not_run));
         assert_eq!(runs.load(Ordering::Acquire), 1);
         assert_eq!(stream.pending(), 0);
 

@@ -1,4 +1,4 @@
-//! Room for streams, in a process that has no other streams.
+//! Room for streams, in a process that has no others.
 
 mod common;
 

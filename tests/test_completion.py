@@ -278,6 +278,22 @@ def test_await(stream, device):
     asyncio.run(main())
 
 
+def test_many_events_are_awaited_while_the_loop_goes_on(stream):
+    """More than the driver has room for streams: one for each would have to wait for the stream that is held."""
+
+    async def main():
+        with rs.testing.hold(stream):
+            waits = [asyncio.ensure_future(reached(stream.record())) for _ in range(400)]
+            await asyncio.sleep(0)
+            assert not any(wait.done() for wait in waits)
+        assert await asyncio.gather(*waits) == [None] * 400
+
+    async def reached(event):
+        return await event
+
+    asyncio.run(main())
+
+
 def test_many_awaits_are_gathered(stream):
     async def main():
         return await asyncio.gather(*[wait(number) for number in range(2000)])
