@@ -97,8 +97,8 @@ impl EventPy {
 
     /// A completion that resolves when the record of this moment is reached.
     ///
-    /// The polling thread asks for it (`cuEventQuery`). Once `handle` was read, or a graph records the event, a stream of
-    /// its own waits for it instead (`cuStreamWaitEvent`), since others may record it anew.
+    /// The polling thread asks for it (`cuEventQuery`). Once `handle` was read, or a graph records the event, a stream
+    /// of its own waits for it instead (`cuStreamWaitEvent`), since others may record it anew.
     fn completion(&self, py: Python<'_>) -> PyResult<CompletionPy> {
         call(py, |api| self.0.completion(api)).map(CompletionPy::notice)
     }
