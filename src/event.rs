@@ -30,10 +30,24 @@ pub struct EventOptions {
     pub interprocess: bool,
 }
 
+impl EventOptions {
+    fn flags(self) -> c_uint {
+        let flag = |on: bool, flag: c_uint| if on { flag } else { 0 };
+        flag(!self.timing, RawEvent::DISABLE_TIMING)
+            | flag(self.blocking_sync, RawEvent::BLOCKING_SYNC)
+            | flag(self.interprocess, RawEvent::INTERPROCESS)
+    }
+}
+
 /// An event handle that this owns. Dropped, it is destroyed on the background thread.
 pub(crate) struct RawEvent {
     device: Device,
     handle: CUevent,
+    /// Who waits for the record that it has. The polling thread asks for it: a stream that waits for an event takes a hardware
+    /// channel, and to make one may mean to wait for all others. Held while the event is asked, which never blocks.
+    waiting: Mutex<Vec<Promise<()>>>,
+    /// There is somebody, so it must not be recorded anew.
+    watched: AtomicBool,
 }
 
 // SAFETY: events may be used from any thread (driver reference 3.15).
@@ -51,7 +65,45 @@ impl RawEvent {
         let mut handle: CUevent = ptr::null_mut();
         // SAFETY: writes one handle.
         unsafe { device.driver().cuEventCreate(&raw mut handle, flags) }?;
-        Ok(RawEvent { device, handle })
+        Ok(RawEvent { device, handle, waiting: Mutex::default(), watched: AtomicBool::new(false) })
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, Vec<Promise<()>>> {
+        // Nothing foreign runs under the lock, so a poisoned one still guards a sound state.
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells these when the record that it has now is reached.
+    fn watch(self: &Arc<Self>, promises: Vec<Promise<()>>) {
+        let mut waiting = self.waiting();
+        let new = waiting.is_empty();
+        waiting.extend(promises);
+        self.watched.store(true, Ordering::Release);
+        drop(waiting);
+        if new {
+            poller::ask(Arc::clone(self));
+        }
+    }
+
+    /// Asks it, for those who wait: they are to be told the status. `None`: not yet. Called by the polling thread.
+    pub(crate) fn ask(&self) -> Option<(Status, Vec<Promise<()>>)> {
+        let mut waiting = self.waiting();
+        if waiting.is_empty() {
+            // They have been told otherwise, and the event may be recorded in a capture by now, which must not be asked.
+            return Some((Status::SUCCESS, Vec::new()));
+        }
+        let status = match self.query() {
+            Ok(true) => Status::SUCCESS,
+            Err(error) if error.status().ends_all_work() => error.status(),
+            // Any other refusal says nothing about the work before it.
+            Ok(false) | Err(_) => return None,
+        };
+        Some((status, self.take(&mut waiting)))
+    }
+
+    fn take(&self, waiting: &mut Vec<Promise<()>>) -> Vec<Promise<()>> {
+        self.watched.store(false, Ordering::Release);
+        std::mem::take(waiting)
     }
 
     pub(crate) fn device(&self) -> Device {
@@ -129,66 +181,6 @@ struct Inner {
     record: Mutex<Record>,
     /// Not only rstream records it: its handle was given out, or launches of a graph do.
     shared: AtomicBool,
-    watch: Arc<Watch>,
-}
-
-/// Who waits for the record that an event has now. The polling thread asks for it: a stream that waits for an event takes a
-/// hardware channel, and to make one may mean to wait for all others.
-#[derive(Default)]
-pub(crate) struct Watch {
-    /// Held while the event is asked, which never blocks, so that it is not recorded anew meanwhile.
-    waiting: Mutex<Option<Waiting>>,
-    /// As `waiting` says, for whoever records the event.
-    watched: AtomicBool,
-}
-
-struct Waiting {
-    raw: Arc<RawEvent>,
-    promises: Vec<Promise<()>>,
-}
-
-/// What [`Watch::ask`] found.
-pub(crate) enum Asked {
-    NotYet,
-    /// These are to be told.
-    Reached(Status, Vec<Promise<()>>),
-    /// Nobody waits any more.
-    Nobody,
-}
-
-impl Watch {
-    fn lock(&self) -> MutexGuard<'_, Option<Waiting>> {
-        // Nothing foreign runs under the lock, so a poisoned one still guards a sound state.
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// True: it was not watched before.
-    fn add(&self, raw: Arc<RawEvent>, promises: Vec<Promise<()>>) -> bool {
-        let mut waiting = self.lock();
-        let new = waiting.is_none();
-        self.watched.store(true, Ordering::Release);
-        waiting.get_or_insert_with(|| Waiting { raw, promises: Vec::new() }).promises.extend(promises);
-        new
-    }
-
-    /// Asks the event. Called by the polling thread.
-    pub(crate) fn ask(&self) -> Asked {
-        let mut waiting = self.lock();
-        let Some(Waiting { raw, .. }) = &*waiting else { return Asked::Nobody };
-        let status = match raw.query() {
-            Ok(true) => Status::SUCCESS,
-            Err(error) if error.status().ends_all_work() => error.status(),
-            // Any other refusal says nothing about the work before it.
-            Ok(false) | Err(_) => return Asked::NotYet,
-        };
-        let Waiting { promises, .. } = self.take(&mut waiting).expect("seen above");
-        Asked::Reached(status, promises)
-    }
-
-    fn take(&self, waiting: &mut Option<Waiting>) -> Option<Waiting> {
-        self.watched.store(false, Ordering::Release);
-        waiting.take()
-    }
 }
 
 /// A mark that is recorded in a stream, and reached when the work before it is done. A cheap, shared handle.
@@ -216,12 +208,8 @@ impl Event {
         if options.interprocess && options.timing {
             return Err(Error::invalid("an interprocess event has no timing: leave timing out"));
         }
-        let flag = |on: bool, flag: c_uint| if on { flag } else { 0 };
-        let flags = flag(!options.timing, RawEvent::DISABLE_TIMING)
-            | flag(options.blocking_sync, RawEvent::BLOCKING_SYNC)
-            | flag(options.interprocess, RawEvent::INTERPROCESS);
         let _bound = device.bind(api)?;
-        let raw = RawEvent::new(device, flags)?;
+        let raw = RawEvent::new(device, options.flags())?;
         Ok(Event {
             inner: Arc::new(Inner {
                 device,
@@ -229,7 +217,6 @@ impl Event {
                 raw: Mutex::new(Some(Arc::new(raw))),
                 record: Mutex::new(Record::Never),
                 shared: AtomicBool::new(false),
-                watch: Arc::default(),
             }),
         })
     }
@@ -247,35 +234,41 @@ impl Event {
         std::mem::replace(&mut *self.inner.record.lock().unwrap_or_else(PoisonError::into_inner), record)
     }
 
-    /// It is about to be recorded anew: who waits for the record of now is told by a stream that waits for it.
-    pub(crate) fn settle(&self, api: &Api<'_>) -> Result<()> {
-        if self.inner.watch.watched.load(Ordering::Acquire) { self.settle_watched(api) } else { Ok(()) }
+    /// The event, to be recorded anew. Who waits for the record of now keeps the handle that has it, and this gets another; or
+    /// a stream tells them, if others know the handle.
+    pub(crate) fn raw_to_record(&self, api: &Api<'_>) -> Result<Arc<RawEvent>> {
+        let raw = self.raw()?;
+        if raw.watched.load(Ordering::Acquire) { self.past_watched(api, raw) } else { Ok(raw) }
     }
 
     #[cold]
-    fn settle_watched(&self, api: &Api<'_>) -> Result<()> {
-        let watch = &self.inner.watch;
-        let taken = watch.take(&mut watch.lock());
-        let Some(Waiting { raw, mut promises }) = taken else { return Ok(()) };
-        let told = self.notice_stream(api).and_then(|notice| {
-            while let Some(promise) = promises.pop() {
-                if let Err((error, Notice { promise })) = notice.enqueue(api, Notice { promise }) {
-                    promises.push(promise);
-                    return Err(error);
+    fn past_watched(&self, api: &Api<'_>, old: Arc<RawEvent>) -> Result<Arc<RawEvent>> {
+        if self.inner.shared.load(Ordering::Acquire) {
+            let mut promises = old.take(&mut old.waiting());
+            let told = self.notice_stream(api).and_then(|notice| {
+                while let Some(promise) = promises.pop() {
+                    if let Err((error, Notice { promise })) = notice.enqueue(api, Notice { promise }) {
+                        promises.push(promise);
+                        return Err(error);
+                    }
                 }
+                Ok(())
+            });
+            if !promises.is_empty() {
+                old.watch(promises);
             }
-            Ok(())
-        });
-        if told.is_err() {
-            self.watch(raw, promises);
+            return told.map(|()| old);
         }
-        told
-    }
-
-    fn watch(&self, raw: Arc<RawEvent>, promises: Vec<Promise<()>>) {
-        if self.inner.watch.add(raw, promises) {
-            poller::ask(Arc::clone(&self.inner.watch));
+        let bound = self.inner.device.bind(api)?;
+        let fresh = Arc::new(RawEvent::new(self.inner.device, self.inner.options.flags())?);
+        drop(bound);
+        // Made without the lock: the driver may block, and a callback may close the event.
+        let mut raw = self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = raw.as_mut().ok_or(Error::Closed { what: "Event" })?;
+        if Arc::ptr_eq(now, &old) {
+            *now = fresh;
         }
+        Ok(Arc::clone(now))
     }
 
     /// Launches of a graph record it. Until one has, it is what it was.
@@ -412,7 +405,7 @@ impl Event {
             return self.notice_stream(api)?.completion(api);
         }
         let (promise, completion) = completion::channel();
-        self.watch(raw, vec![promise]);
+        raw.watch(vec![promise]);
         Ok(completion)
     }
 

@@ -913,8 +913,7 @@ impl Graph {
     /// As [`Graph::add_empty_node`].
     pub fn add_event_record_node(&self, api: &Api<'_>, dependencies: &[Node], event: &Event) -> Result<Node> {
         self.refuse_foreign(event.device())?;
-        let raw = event.raw()?;
-        event.settle(api)?;
+        let raw = event.raw_to_record(api)?;
         let handle = raw.handle();
         let node = self.add_with(api, dependencies, raw, |driver, node, graph, dependencies| {
             // SAFETY: writes one handle; graph and dependencies exist; the graph keeps the event.

@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::callback;
-use crate::event::{Asked, Watch};
+use crate::event::RawEvent;
 use crate::executor;
 use crate::lane::Lane;
 
@@ -59,10 +59,13 @@ const HOT: Duration = Duration::from_millis(5);
 /// Callbacks that block keep a thread each; beyond these nobody takes over.
 const MOST_THREADS: usize = 64;
 
+/// So many events are asked before the polling thread looks at the lanes again, about half a microsecond each.
+const ASKED_AT_ONCE: usize = 16;
+
 /// What the polling thread looks at.
 struct Sights {
     lanes: Vec<Arc<Lane>>,
-    events: Vec<Arc<Watch>>,
+    events: Vec<Arc<RawEvent>>,
 }
 
 impl Sights {
@@ -140,7 +143,7 @@ pub(crate) fn watch(lane: Arc<Lane>) {
 }
 
 /// Asks an event until it is reached. There is a thread that polls.
-pub(crate) fn ask(event: Arc<Watch>) {
+pub(crate) fn ask(event: Arc<RawEvent>) {
     arrive(|arrived| arrived.events.push(event));
 }
 
@@ -224,24 +227,18 @@ fn poll(turn: u64, mut sights: Sights) {
             let Some(due) = away(|| lane.run_due()) else { return };
             ran |= due;
         }
-        // Each once, but what is due in a lane comes first: an event takes a call of the driver.
-        for _ in 0..events.len() {
+        // Each once, in turn. It takes a call of the driver, so after some of them the lanes come first again.
+        for count in 1..=events.len() {
             asked = (asked + 1) % events.len();
-            match events[asked].ask() {
-                Asked::NotYet => {}
-                Asked::Nobody => {
-                    drop(events.swap_remove(asked));
-                    (changed, ran) = (true, true);
-                }
-                Asked::Reached(status, promises) => {
-                    have_stood_by();
-                    if away(|| promises.into_iter().for_each(|promise| callback::tell(promise, status))).is_none() {
-                        return;
-                    }
-                    ran = true;
+            if let Some((status, promises)) = events[asked].ask() {
+                drop(events.swap_remove(asked));
+                (changed, ran) = (true, true);
+                have_stood_by();
+                if away(|| promises.into_iter().for_each(|promise| callback::tell(promise, status))).is_none() {
+                    return;
                 }
             }
-            if lanes.iter().any(|lane| lane.is_due()) {
+            if count % ASKED_AT_ONCE == 0 && (NEWS.load(Ordering::Acquire) || lanes.iter().any(|lane| lane.is_due())) {
                 ran = true;
                 break;
             }

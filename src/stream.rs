@@ -783,8 +783,7 @@ impl Stream {
     /// [`Error::InvalidValue`] for an event of another device; what the driver answers.
     pub fn record(&self, api: &Api<'_>, event: &Event) -> Result<()> {
         self.refuse_other_device(event)?;
-        let raw = event.raw()?;
-        event.settle(api)?;
+        let raw = event.raw_to_record(api)?;
         let ready = self.capturable(api)?;
         let captured = |capture: &capture::State| Record::Captured(Sequence::of(self.inner.device, capture.id));
         // Said before it is so, since nobody may ask an event that is captured.
@@ -802,8 +801,7 @@ impl Stream {
     /// [`Error::Capture`] on a stream that does not capture; as [`Stream::record`].
     pub fn record_external(&self, api: &Api<'_>, event: &Event) -> Result<()> {
         self.refuse_other_device(event)?;
-        let raw = event.raw()?;
-        event.settle(api)?;
+        let raw = event.raw_to_record(api)?;
         let handle = raw.handle();
         self.external(api)?.submit(Box::new(raw), |driver, stream| {
             // SAFETY: both handles are alive, the event as long as the graph.

@@ -210,39 +210,6 @@ fn streams_wait_for_events_and_for_each_other() {
 }
 
 #[test]
-fn a_completion_of_an_event_is_of_the_record_that_it_had_then() {
-    with_stream(|api, stream| {
-        let options = StreamOptions::default();
-        let (second, third) =
-            (Stream::new(api, stream.device(), options)?, Stream::new(api, stream.device(), options)?);
-        for handle_is_known in [false, true] {
-            let event = Event::new(api, stream.device(), EventOptions::default())?;
-            if handle_is_known {
-                assert!(event.handle()? != 0);
-            }
-            assert!(event.completion(api)?.is_done(), "never recorded");
-            let holds = [testing::hold(api, stream)?, testing::hold(api, &second)?, testing::hold(api, &third)?];
-            stream.record(api, &event)?;
-            let firsts = [event.completion(api)?, event.completion(api)?];
-            second.record(api, &event)?;
-            let second_one = event.completion(api)?;
-            third.record(api, &event)?;
-            let third_one = event.completion(api)?;
-            holds[1].release();
-            second_one.into_result(Some(PATIENCE))?;
-            assert!(firsts.iter().all(|first| !first.is_done()) && !third_one.is_done());
-            holds[0].release();
-            firsts.into_iter().try_for_each(|first| first.into_result(Some(PATIENCE)))?;
-            assert!(!third_one.is_done());
-            event.close();
-            holds[2].release();
-            third_one.into_result(Some(PATIENCE))?;
-        }
-        Ok(())
-    });
-}
-
-#[test]
 fn to_wait_for_many_events_needs_no_room() {
     /// More than there is room for streams, of which each that is made beyond would wait for the one that is held.
     const EVENTS: usize = 400;
