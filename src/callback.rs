@@ -246,7 +246,7 @@ pub(crate) fn reached_already() -> Completion<()> {
 /// Tells somebody who waits for what no stream was asked to tell.
 pub(crate) fn tell(promise: Promise<()>, status: Status) {
     ACCEPTED.fetch_add(1, Ordering::Relaxed);
-    Notice { promise }.reached(status, Ticket::new(&Arc::default()));
+    shield(|| callback_scope(|| Notice { promise }.reached(status, Ticket::new(&Arc::default()))));
 }
 
 fn fail<T>(promise: Promise<T>, ticket: Ticket, error: Error) {

@@ -94,7 +94,7 @@ impl RawEvent {
         }
         let status = match self.query() {
             Ok(true) => Status::SUCCESS,
-            Err(error) if error.status().ends_all_work() => error.status(),
+            Err(error) if error.status().ends_all_work() || is_lost(error.status()) => error.status(),
             // Any other refusal says nothing about the work before it.
             Ok(false) | Err(_) => return None,
         };
@@ -131,11 +131,17 @@ impl RawEvent {
             Ok(true) => Outlook::Reached,
             Ok(false) => Outlook::Pending,
             Err(error) if error.status().ends_all_work() => Outlook::Reached,
-            Err(error) if matches!(error.status(), Status::CAPTURED_EVENT | Status::INVALID_VALUE) => Outlook::Lost,
+            Err(error) if is_lost(error.status()) => Outlook::Lost,
             // Any other refusal says nothing about the work before it, which may still use what is kept for it.
             Err(_) => Outlook::Pending,
         }
     }
+}
+
+/// Whether nobody can say any more when an event is reached: another library's capture took the record, or the context is a
+/// new one.
+fn is_lost(status: Status) -> bool {
+    matches!(status, Status::CAPTURED_EVENT | Status::INVALID_VALUE | Status::INVALID_HANDLE)
 }
 
 /// What is to be expected from an event.
@@ -234,46 +240,56 @@ impl Event {
         std::mem::replace(&mut *self.inner.record.lock().unwrap_or_else(PoisonError::into_inner), record)
     }
 
-    /// The event, to be recorded anew. Who waits for the record of now keeps the handle that has it, and this gets another; or
-    /// a stream tells them, if others know the handle.
-    pub(crate) fn raw_to_record(&self, api: &Api<'_>) -> Result<Arc<RawEvent>> {
+    /// The event, to be recorded anew, and then [published](Event::publish). Who waits for the record of now keeps the handle
+    /// that has it. Called when [`Event::recorded`] has said it, so that nobody comes to wait for what is captured.
+    pub(crate) fn raw_to_record(&self) -> Result<Arc<RawEvent>> {
         let raw = self.raw()?;
-        if raw.watched.load(Ordering::Acquire) { self.past_watched(api, raw) } else { Ok(raw) }
+        if !raw.watched.load(Ordering::Acquire) || self.inner.shared.load(Ordering::Acquire) {
+            return Ok(raw);
+        }
+        let device = self.inner.device;
+        device.with_context(|| RawEvent::new(device, self.inner.options.flags())).map(Arc::new)
     }
 
-    #[cold]
-    fn past_watched(&self, api: &Api<'_>, old: Arc<RawEvent>) -> Result<Arc<RawEvent>> {
-        if self.inner.shared.load(Ordering::Acquire) {
-            let mut promises = old.take(&mut old.waiting());
-            let told = self.notice_stream(api).and_then(|notice| {
-                while let Some(promise) = promises.pop() {
-                    if let Err((error, Notice { promise })) = notice.enqueue(api, Notice { promise }) {
-                        promises.push(promise);
-                        return Err(error);
-                    }
-                }
-                Ok(())
-            });
-            if !promises.is_empty() {
-                old.watch(promises);
-            }
-            return told.map(|()| old);
-        }
-        let bound = self.inner.device.bind(api)?;
-        let fresh = Arc::new(RawEvent::new(self.inner.device, self.inner.options.flags())?);
-        drop(bound);
-        // Made without the lock: the driver may block, and a callback may close the event.
+    /// It has this handle from now on, unless it was closed. After the record: what was never recorded is reached.
+    pub(crate) fn publish(&self, recorded: Arc<RawEvent>) {
         let mut raw = self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = raw.as_mut().ok_or(Error::Closed { what: "Event" })?;
-        if Arc::ptr_eq(now, &old) {
-            *now = fresh;
+        let before = raw.as_mut().map(|raw| std::mem::replace(raw, recorded));
+        drop(raw);
+        drop(before);
+    }
+
+    /// Others know its handle from now on, and may record it: a stream tells those who wait for the record of now.
+    pub(crate) fn share(&self, api: &Api<'_>) -> Result<()> {
+        let raw = self.raw()?;
+        {
+            // Whoever comes to wait holds it.
+            let _record = self.inner.record.lock().unwrap_or_else(PoisonError::into_inner);
+            self.inner.shared.store(true, Ordering::Release);
         }
-        Ok(Arc::clone(now))
+        if !raw.watched.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let promises = raw.take(&mut raw.waiting());
+        let notice = match self.notice_stream(api) {
+            Ok(notice) => notice,
+            Err(error) => {
+                raw.watch(promises);
+                return Err(error);
+            }
+        };
+        let mut promises = promises.into_iter();
+        while let Some(promise) = promises.next() {
+            if let Err((error, Notice { promise })) = notice.enqueue(api, Notice { promise }) {
+                raw.watch(std::iter::once(promise).chain(promises).collect());
+                return Err(error);
+            }
+        }
+        Ok(())
     }
 
     /// Launches of a graph record it. Until one has, it is what it was.
     pub(crate) fn recorded_at_launches(&self) {
-        self.inner.shared.store(true, Ordering::Release);
         let mut record = self.inner.record.lock().unwrap_or_else(PoisonError::into_inner);
         if *record == Record::Never {
             *record = Record::Ordinary;
@@ -282,8 +298,12 @@ impl Event {
 
     /// The event, for the host to ask for it.
     fn raw_to_ask(&self) -> Result<Arc<RawEvent>> {
+        self.raw_with(self.record())
+    }
+
+    fn raw_with(&self, record: Record) -> Result<Arc<RawEvent>> {
         let raw = self.raw()?;
-        if let Record::Captured(_) = self.record() {
+        if let Record::Captured(_) = record {
             return Err(Error::capture(
                 Status::CAPTURED_EVENT,
                 "the event was last recorded in a capture, so it stands for work that never runs by itself, and asking \
@@ -306,14 +326,14 @@ impl Event {
     }
 
     /// Its handle (`CUevent`), for other libraries. It is valid until the event is closed and its last clone dropped.
-    /// Whoever records it while a [completion](Event::completion) that is older than this call waits, delays that one.
     ///
     /// # Errors
     /// [`Error::Closed`].
     pub fn handle(&self) -> Result<usize> {
-        let raw = self.raw()?;
         self.inner.shared.store(true, Ordering::Release);
-        Ok(raw.handle as usize)
+        // Where this thread may not call, or the driver refuses, the polling thread goes on asking.
+        drop(Api::attach(|api| self.share(api)));
+        Ok(self.raw()?.handle as usize)
     }
 
     /// Whether it was closed.
@@ -395,18 +415,21 @@ impl Event {
     /// # Errors
     /// As [`Event::query`]; what the driver answers.
     pub fn completion(&self, api: &Api<'_>) -> Result<Completion<()>> {
-        let raw = self.raw_to_ask()?;
+        let watches = poller::is_started();
         let bound = self.inner.device.bind(api)?;
+        // Held, so that it is not recorded in a capture meanwhile, where it must not be asked. No call here blocks.
+        let record = self.inner.record.lock().unwrap_or_else(PoisonError::into_inner);
+        let raw = self.raw_with(*record)?;
         if raw.query()? {
             return Ok(callback::reached_already());
         }
-        drop(bound);
-        if self.inner.shared.load(Ordering::Acquire) || !poller::is_started() {
-            return self.notice_stream(api)?.completion(api);
+        if watches && !self.inner.shared.load(Ordering::Acquire) {
+            let (promise, completion) = completion::channel();
+            raw.watch(vec![promise]);
+            return Ok(completion);
         }
-        let (promise, completion) = completion::channel();
-        raw.watch(vec![promise]);
-        Ok(completion)
+        drop((record, bound));
+        self.notice_stream(api)?.completion(api)
     }
 
     /// A stream that waits for the record of now.

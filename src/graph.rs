@@ -913,7 +913,8 @@ impl Graph {
     /// As [`Graph::add_empty_node`].
     pub fn add_event_record_node(&self, api: &Api<'_>, dependencies: &[Node], event: &Event) -> Result<Node> {
         self.refuse_foreign(event.device())?;
-        let raw = event.raw_to_record(api)?;
+        event.share(api)?;
+        let raw = event.raw()?;
         let handle = raw.handle();
         let node = self.add_with(api, dependencies, raw, |driver, node, graph, dependencies| {
             // SAFETY: writes one handle; graph and dependencies exist; the graph keeps the event.
@@ -930,6 +931,8 @@ impl Graph {
     /// As [`Graph::add_empty_node`].
     pub fn add_event_wait_node(&self, api: &Api<'_>, dependencies: &[Node], event: &Event) -> Result<Node> {
         self.refuse_foreign(event.device())?;
+        // The graph waits for what is recorded later, too.
+        event.share(api)?;
         let raw = event.raw()?;
         let handle = raw.handle();
         self.add_with(api, dependencies, raw, |driver, node, graph, dependencies| {

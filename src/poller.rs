@@ -212,6 +212,10 @@ fn poll(turn: u64, mut sights: Sights) {
                 return;
             }
             NEWS.store(false, Ordering::Release);
+            if !watched.arrived.is_empty() {
+                // What is old does not make what is new wait.
+                (quiet_since, spins) = (Instant::now(), 0);
+            }
             sights.append(&mut watched.arrived);
             // For whoever takes over.
             watched.sights.copy_from(&sights);
@@ -227,6 +231,8 @@ fn poll(turn: u64, mut sights: Sights) {
             let Some(due) = away(|| lane.run_due()) else { return };
             ran |= due;
         }
+        // Somebody else runs these.
+        let kept = lanes.iter().any(|lane| lane.is_due());
         // Each once, in turn. It takes a call of the driver, so after some of them the lanes come first again.
         for count in 1..=events.len() {
             asked = (asked + 1) % events.len();
@@ -238,7 +244,8 @@ fn poll(turn: u64, mut sights: Sights) {
                     return;
                 }
             }
-            if count % ASKED_AT_ONCE == 0 && (NEWS.load(Ordering::Acquire) || lanes.iter().any(|lane| lane.is_due())) {
+            let due = || !kept && lanes.iter().any(|lane| lane.is_due());
+            if count % ASKED_AT_ONCE == 0 && (NEWS.load(Ordering::Acquire) || due()) {
                 ran = true;
                 break;
             }

@@ -666,6 +666,8 @@ impl Stream {
     /// [`Error::Capture`] on a stream that does not capture; as [`Stream::wait_event`].
     pub fn wait_external(&self, api: &Api<'_>, event: &Event) -> Result<()> {
         self.refuse_other_driver(event.device(), "an event")?;
+        // The graph waits for what is recorded later, too.
+        event.share(api)?;
         let raw = event.raw()?;
         let handle = raw.handle();
         self.external(api)?.submit(Box::new(raw), |driver, stream| {
@@ -783,15 +785,22 @@ impl Stream {
     /// [`Error::InvalidValue`] for an event of another device; what the driver answers.
     pub fn record(&self, api: &Api<'_>, event: &Event) -> Result<()> {
         self.refuse_other_device(event)?;
-        let raw = event.raw_to_record(api)?;
         let ready = self.capturable(api)?;
         let captured = |capture: &capture::State| Record::Captured(Sequence::of(self.inner.device, capture.id));
         // Said before it is so, since nobody may ask an event that is captured.
         let before = event.recorded(ready.capture().map_or(Record::Ordinary, captured));
-        // SAFETY: both handles are alive and of one context.
-        unsafe { self.inner.device.driver().cuEventRecord(raw.handle(), ready.handle()) }.inspect_err(|_| {
-            event.recorded(before);
-        })
+        let recorded = event.raw_to_record().and_then(|raw| {
+            // SAFETY: both handles are alive and of one context.
+            unsafe { self.inner.device.driver().cuEventRecord(raw.handle(), ready.handle()) }.map(|()| raw)
+        });
+        match recorded {
+            Ok(raw) => event.publish(raw),
+            Err(error) => {
+                event.recorded(before);
+                return Err(error);
+            }
+        }
+        Ok(())
     }
 
     /// Captures a node that records `event` at each launch (`cuEventRecordWithFlags` with `CU_EVENT_RECORD_EXTERNAL`). The
@@ -801,7 +810,8 @@ impl Stream {
     /// [`Error::Capture`] on a stream that does not capture; as [`Stream::record`].
     pub fn record_external(&self, api: &Api<'_>, event: &Event) -> Result<()> {
         self.refuse_other_device(event)?;
-        let raw = event.raw_to_record(api)?;
+        event.share(api)?;
+        let raw = event.raw()?;
         let handle = raw.handle();
         self.external(api)?.submit(Box::new(raw), |driver, stream| {
             // SAFETY: both handles are alive, the event as long as the graph.

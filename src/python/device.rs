@@ -1,6 +1,6 @@
 //! `rstream.Device`.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
@@ -50,19 +50,26 @@ pub(super) fn with_room_for_torch<T: Send>(
     /// And some more, which fit into the same memory.
     const STREAMS: usize = 160;
     static MODULES: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
-    static RESERVED: Mutex<Vec<Device>> = Mutex::new(Vec::new());
+    static RESERVED: Mutex<Vec<(Device, &'static OnceLock<()>)>> = Mutex::new(Vec::new());
     let modules = MODULES.get_or_try_init(py, || {
         Ok::<_, PyErr>(py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?.unbind())
     })?;
     let loaded = modules.bind(py).contains(intern!(py, "torch"))?;
     call(py, move |api| {
         if loaded {
-            // Held meanwhile: whoever comes second must not queue a callback before there is room.
-            let mut reserved = RESERVED.lock().unwrap_or_else(PoisonError::into_inner);
-            // Without success the next stream tries again; what is wrong with the device, this one says.
-            if !reserved.contains(&device) && device.reserve_streams(api, STREAMS).is_ok() {
-                reserved.push(device);
-            }
+            let reserved = {
+                let mut devices = RESERVED.lock().unwrap_or_else(PoisonError::into_inner);
+                if let Some((_, reserved)) = devices.iter().find(|(of, _)| *of == device) {
+                    reserved
+                } else {
+                    let reserved: &OnceLock<()> = Box::leak(Box::default());
+                    devices.push((device, reserved));
+                    reserved
+                }
+            };
+            // Whoever comes second waits, to queue no callback before there is room. What is wrong with the device when
+            // there is none, `open` says.
+            reserved.get_or_init(|| drop(device.reserve_streams(api, STREAMS)));
         }
         open(api)
     })
