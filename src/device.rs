@@ -4,6 +4,8 @@ use std::ffi::{c_char, c_int};
 use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::ptr;
+#[cfg(feature = "python")]
+use std::sync::OnceLock;
 use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::sys::{CUcontext, CUdevice_attribute as Attribute};
@@ -30,6 +32,9 @@ struct Inner {
     memory_signal: bool,
     /// Events without timing that nobody uses at the moment.
     events: Mutex<Vec<RawEvent>>,
+    /// Streams were reserved, or could not be.
+    #[cfg(feature = "python")]
+    reserved: OnceLock<()>,
 }
 
 // SAFETY: a context handle may be used from any thread (driver reference 3.15); everything else is plain data or locked.
@@ -315,6 +320,12 @@ impl Device {
         unsafe { self.0.driver.cuCtxSetCurrent(self.0.context) }
     }
 
+    /// As [`Device::reserve_streams`], but the first time only: whoever comes meanwhile waits.
+    #[cfg(feature = "python")]
+    pub(crate) fn reserve_streams_once(self, api: &Api<'_>, count: usize) {
+        self.0.reserved.get_or_init(|| drop(self.reserve_streams(api, count)));
+    }
+
     /// An event without timing, from the pool.
     pub(crate) fn take_event(self) -> Result<RawEvent> {
         let pooled = self.0.events.lock().unwrap_or_else(PoisonError::into_inner).pop();
@@ -347,6 +358,8 @@ impl Inner {
             priority_range: (0, 0),
             memory_signal: false,
             events: Mutex::new(Vec::new()),
+            #[cfg(feature = "python")]
+            reserved: OnceLock::new(),
         };
         let mut name = [0_u8; 256];
         // SAFETY: each call writes what it is named for; `name` has the length that is passed.

@@ -185,8 +185,10 @@ struct Inner {
     options: EventOptions,
     raw: Mutex<Option<Arc<RawEvent>>>,
     record: Mutex<Record>,
-    /// Not only rstream records it: its handle was given out, or launches of a graph do.
+    /// Not only rstream records it: its handle was given out, or a graph has it.
     shared: AtomicBool,
+    /// Held while it gets another handle, and while it becomes shared.
+    renewing: Mutex<()>,
 }
 
 /// A mark that is recorded in a stream, and reached when the work before it is done. A cheap, shared handle.
@@ -223,6 +225,7 @@ impl Event {
                 raw: Mutex::new(Some(Arc::new(raw))),
                 record: Mutex::new(Record::Never),
                 shared: AtomicBool::new(false),
+                renewing: Mutex::new(()),
             }),
         })
     }
@@ -235,32 +238,53 @@ impl Event {
         *self.inner.record.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// It is recorded. Returns how it was before.
-    pub(crate) fn recorded(&self, record: Record) -> Record {
-        std::mem::replace(&mut *self.inner.record.lock().unwrap_or_else(PoisonError::into_inner), record)
+    /// Records it by `record`, which gets the handle. Who waits for the record of now keeps the handle that has it.
+    pub(crate) fn record_by(&self, how: Record, record: impl Fn(CUevent) -> Result<()>) -> Result<()> {
+        // Said before it is so, since nobody may ask an event that is captured.
+        let before = self.say_recorded(how);
+        let recorded = self
+            .raw()
+            .and_then(|raw| if self.must_be_renewed(&raw) { self.record_afresh(record) } else { record(raw.handle) });
+        recorded.inspect_err(|_| {
+            self.say_recorded(before);
+        })
     }
 
-    /// The event, to be recorded anew, and then [published](Event::publish). Who waits for the record of now keeps the handle
-    /// that has it. Called when [`Event::recorded`] has said it, so that nobody comes to wait for what is captured.
-    pub(crate) fn raw_to_record(&self) -> Result<Arc<RawEvent>> {
-        let raw = self.raw()?;
-        if !raw.watched.load(Ordering::Acquire) || self.inner.shared.load(Ordering::Acquire) {
-            return Ok(raw);
-        }
+    fn must_be_renewed(&self, raw: &RawEvent) -> bool {
+        raw.watched.load(Ordering::Acquire) && !self.inner.shared.load(Ordering::Acquire)
+    }
+
+    #[cold]
+    fn record_afresh(&self, record: impl Fn(CUevent) -> Result<()>) -> Result<()> {
         let device = self.inner.device;
-        device.with_context(|| RawEvent::new(device, self.inner.options.flags())).map(Arc::new)
-    }
-
-    /// It has this handle from now on, unless it was closed. After the record: what was never recorded is reached.
-    pub(crate) fn publish(&self, recorded: Arc<RawEvent>) {
+        let _renewing = self.inner.renewing.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = self.raw()?;
+        if !self.must_be_renewed(&known) {
+            return record(known.handle);
+        }
+        let fresh = device.with_context(|| RawEvent::new(device, self.inner.options.flags()))?;
+        record(fresh.handle)?;
+        // After the record: what was never recorded is reached.
         let mut raw = self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = raw.as_mut().map(|raw| std::mem::replace(raw, recorded));
+        if self.inner.shared.load(Ordering::Acquire) {
+            drop(raw);
+            // A callback, which waits for no lock, has read the handle meanwhile.
+            return record(known.handle);
+        }
+        // Unless it was closed. What goes is dropped without the lock.
+        let before = raw.as_mut().map(|raw| std::mem::replace(raw, Arc::new(fresh)));
         drop(raw);
         drop(before);
+        Ok(())
+    }
+
+    fn say_recorded(&self, record: Record) -> Record {
+        std::mem::replace(&mut *self.inner.record.lock().unwrap_or_else(PoisonError::into_inner), record)
     }
 
     /// Others know its handle from now on, and may record it: a stream tells those who wait for the record of now.
     pub(crate) fn share(&self, api: &Api<'_>) -> Result<()> {
+        let _renewing = self.inner.renewing.lock().unwrap_or_else(PoisonError::into_inner);
         let raw = self.raw()?;
         {
             // Whoever comes to wait holds it.
@@ -325,14 +349,16 @@ impl Event {
         self.inner.options
     }
 
-    /// Its handle (`CUevent`), for other libraries. It is valid until the event is closed and its last clone dropped.
+    /// Its handle (`CUevent`), for other libraries. It is valid until the event is closed and its last clone dropped. Calls the
+    /// driver, and may block, only while a completion of this event is pending. Inside a callback it does neither, and a pending
+    /// completion may then be of a record that another library makes.
     ///
     /// # Errors
     /// [`Error::Closed`].
     pub fn handle(&self) -> Result<usize> {
-        self.inner.shared.store(true, Ordering::Release);
         // Where this thread may not call, or the driver refuses, the polling thread goes on asking.
         drop(Api::attach(|api| self.share(api)));
+        self.inner.shared.store(true, Ordering::Release);
         Ok(self.raw()?.handle as usize)
     }
 

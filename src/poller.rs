@@ -221,9 +221,8 @@ fn poll(turn: u64, mut sights: Sights) {
             watched.sights.copy_from(&sights);
             changed = false;
         }
-        let Sights { lanes, events } = &mut sights;
         let mut ran = false;
-        for lane in &*lanes {
+        for lane in &sights.lanes {
             if !lane.is_due() {
                 continue;
             }
@@ -231,33 +230,18 @@ fn poll(turn: u64, mut sights: Sights) {
             let Some(due) = away(|| lane.run_due()) else { return };
             ran |= due;
         }
-        // Somebody else runs these.
-        let kept = lanes.iter().any(|lane| lane.is_due());
-        // Each once, in turn. It takes a call of the driver, so after some of them the lanes come first again.
-        for count in 1..=events.len() {
-            asked = (asked + 1) % events.len();
-            if let Some((status, promises)) = events[asked].ask() {
-                drop(events.swap_remove(asked));
-                (changed, ran) = (true, true);
-                have_stood_by();
-                if away(|| promises.into_iter().for_each(|promise| callback::tell(promise, status))).is_none() {
-                    return;
-                }
-            }
-            let due = || !kept && lanes.iter().any(|lane| lane.is_due());
-            if count % ASKED_AT_ONCE == 0 && (NEWS.load(Ordering::Acquire) || due()) {
-                ran = true;
-                break;
-            }
-        }
+        let events = sights.events.len();
+        let Some(told) = ask_events(&mut sights, &mut asked) else { return };
+        ran |= told;
+        changed |= sights.events.len() != events;
         let now = Instant::now();
         if ran {
             (quiet_since, spins) = (now, 0);
             continue;
         }
-        let before = lanes.len();
-        lanes.retain(|lane| !lane.is_over());
-        if lanes.len() != before {
+        let before = sights.lanes.len();
+        sights.lanes.retain(|lane| !lane.is_over());
+        if sights.lanes.len() != before {
             changed = true;
             continue;
         }
@@ -265,7 +249,7 @@ fn poll(turn: u64, mut sights: Sights) {
         if quiet > HOT {
             HOT_NOW.store(false, Ordering::Release);
         }
-        for lane in &*lanes {
+        for lane in &sights.lanes {
             if lane.is_to_be_asked(now) {
                 // The driver may block here, as when somebody enqueues more than there is room for.
                 have_stood_by();
@@ -305,6 +289,29 @@ fn poll(turn: u64, mut sights: Sights) {
         }
         watched.parked = false;
     }
+}
+
+/// Asks the events, each once and in turn, from behind `asked` on. True: somebody was told, or there is something new. `None`: a
+/// stand-by has taken the turn meanwhile.
+fn ask_events(Sights { lanes, events }: &mut Sights, asked: &mut usize) -> Option<bool> {
+    // Somebody else runs what is due now.
+    let kept = !events.is_empty() && lanes.iter().any(|lane| lane.is_due());
+    let mut told = false;
+    for count in 1..=events.len() {
+        *asked = (*asked + 1) % events.len();
+        if let Some((status, promises)) = events[*asked].ask() {
+            drop(events.swap_remove(*asked));
+            told = true;
+            have_stood_by();
+            away(|| promises.into_iter().for_each(|promise| callback::tell(promise, status)))?;
+        }
+        // It takes a call of the driver, so after some of them the lanes come first again.
+        let due = || NEWS.load(Ordering::Acquire) || !kept && lanes.iter().any(|lane| lane.is_due());
+        if count % ASKED_AT_ONCE == 0 && due() {
+            return Some(true);
+        }
+    }
+    Some(told)
 }
 
 /// Has the stand-by look at the clock from now on.

@@ -189,7 +189,6 @@ impl Ready<'_> {
     }
 
     /// Asks for the capture that work goes to. The caller holds the gate.
-    #[inline(always)]
     fn look_for_capture(&mut self) -> Result<()> {
         let driver = self.raw.device.driver();
         // SAFETY: the stream is alive, and its context is current.
@@ -787,20 +786,10 @@ impl Stream {
         self.refuse_other_device(event)?;
         let ready = self.capturable(api)?;
         let captured = |capture: &capture::State| Record::Captured(Sequence::of(self.inner.device, capture.id));
-        // Said before it is so, since nobody may ask an event that is captured.
-        let before = event.recorded(ready.capture().map_or(Record::Ordinary, captured));
-        let recorded = event.raw_to_record().and_then(|raw| {
+        event.record_by(ready.capture().map_or(Record::Ordinary, captured), |handle| {
             // SAFETY: both handles are alive and of one context.
-            unsafe { self.inner.device.driver().cuEventRecord(raw.handle(), ready.handle()) }.map(|()| raw)
-        });
-        match recorded {
-            Ok(raw) => event.publish(raw),
-            Err(error) => {
-                event.recorded(before);
-                return Err(error);
-            }
-        }
-        Ok(())
+            unsafe { self.inner.device.driver().cuEventRecord(handle, ready.handle()) }
+        })
     }
 
     /// Captures a node that records `event` at each launch (`cuEventRecordWithFlags` with `CU_EVENT_RECORD_EXTERNAL`). The
@@ -964,7 +953,6 @@ impl Stream {
         Ok((lane, self.ready(api, C::ACT, C::REMEDY)?))
     }
 
-    #[inline]
     fn enqueue_ready<C: HostCode>(
         &self,
         lane: Option<&Arc<Lane>>,

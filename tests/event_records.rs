@@ -1,76 +1,99 @@
 //! Which record of an event a completion is of. In a process of its own, with fewer streams than hardware channels: of two
 //! that share one, a stream waits for what the other waits for.
 
-#[allow(dead_code, reason = "of a test that has one stream")]
 mod common;
 
 use std::sync::Mutex;
 use std::time::Duration;
 
-use common::device;
-use rstream::{Api, Completion, Error, Event, EventOptions, Stream, StreamOptions, testing};
+use common::with_stream;
+use rstream::capture::Relaxed;
+use rstream::{Api, Completion, Event, EventOptions, Result, Stream, StreamOptions, testing};
 
-const PATIENCE: Duration = Duration::from_secs(60);
-static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+const PATIENCE: Option<Duration> = Some(Duration::from_secs(60));
 
-#[test]
-fn a_completion_of_an_event_is_of_the_record_that_it_had_then() {
-    let _alone = ONE_AT_A_TIME.lock().unwrap();
-    Api::attach(|api| {
-        let device = device(api)?;
-        let stream = || Stream::new(api, device, StreamOptions::default());
-        let (first, second, third) = (stream()?, stream()?, stream()?);
-        let into_result = |completion: Completion<()>| completion.into_result(Some(PATIENCE));
-        for handle_is_known in [false, true] {
-            let event = Event::new(api, device, EventOptions::default())?;
-            if handle_is_known {
-                assert!(event.handle()? != 0);
-            }
-            assert!(event.completion(api)?.is_done(), "never recorded");
-            let holds = [testing::hold(api, &first)?, testing::hold(api, &second)?, testing::hold(api, &third)?];
-            first.record(api, &event)?;
-            let of_first = [event.completion(api)?, event.completion(api)?];
-            second.record(api, &event)?;
-            let of_second = event.completion(api)?;
-            third.record(api, &event)?;
-            let of_third = event.completion(api)?;
-            holds[1].release();
-            into_result(of_second)?;
-            assert!(of_first.iter().all(|completion| !completion.is_done()) && !of_third.is_done());
-            assert!(!event.query(api)?);
-            holds[0].release();
-            of_first.into_iter().try_for_each(into_result)?;
-            assert!(!of_third.is_done());
-            event.close();
-            holds[2].release();
-            into_result(of_third)?;
-        }
-        Ok::<(), Error>(())
-    })
-    .unwrap()
-    .unwrap();
+/// As [`with_stream`], one test at a time, with an event.
+fn alone(test: impl FnOnce(&Api<'_>, &Stream, &Event) -> Result<()>) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _alone = ALONE.lock().unwrap();
+    with_stream(|api, stream| test(api, stream, &Event::new(api, stream.device(), EventOptions::default())?));
+}
+
+fn another(api: &Api<'_>, stream: &Stream) -> Result<Stream> {
+    Stream::new(api, stream.device(), StreamOptions::default())
+}
+
+fn each_completion_is_of_the_record_that_the_event_had_then(
+    api: &Api<'_>,
+    first: &Stream,
+    event: &Event,
+) -> Result<()> {
+    let (second, third) = (another(api, first)?, another(api, first)?);
+    let into_result = |completion: Completion<()>| completion.into_result(PATIENCE);
+    assert!(event.completion(api)?.is_done(), "never recorded");
+    let holds = [testing::hold(api, first)?, testing::hold(api, &second)?, testing::hold(api, &third)?];
+    first.record(api, event)?;
+    let of_first = [event.completion(api)?, event.completion(api)?];
+    second.record(api, event)?;
+    let of_second = event.completion(api)?;
+    third.record(api, event)?;
+    let of_third = event.completion(api)?;
+    holds[1].release();
+    into_result(of_second)?;
+    assert!(of_first.iter().all(|completion| !completion.is_done()) && !of_third.is_done());
+    assert!(!event.query(api)?);
+    holds[0].release();
+    of_first.into_iter().try_for_each(into_result)?;
+    assert!(!of_third.is_done());
+    event.close();
+    holds[2].release();
+    into_result(of_third)
 }
 
 #[test]
-fn a_completion_that_waits_while_the_handle_is_given_out_is_of_its_record_too() {
-    let _alone = ONE_AT_A_TIME.lock().unwrap();
-    Api::attach(|api| {
-        let device = device(api)?;
-        let stream = || Stream::new(api, device, StreamOptions::default());
-        let (first, second) = (stream()?, stream()?);
-        let event = Event::new(api, device, EventOptions::default())?;
-        let holds = [testing::hold(api, &first)?, testing::hold(api, &second)?];
-        first.record(api, &event)?;
+fn a_completion_is_of_the_record_that_the_event_had_then() {
+    alone(each_completion_is_of_the_record_that_the_event_had_then);
+}
+
+#[test]
+fn so_it_is_when_the_handle_is_known() {
+    alone(|api, first, event| {
+        assert!(event.handle()? != 0);
+        each_completion_is_of_the_record_that_the_event_had_then(api, first, event)
+    });
+}
+
+#[test]
+fn so_it_is_when_the_handle_becomes_known_while_it_waits() {
+    alone(|api, first, event| {
+        let second = another(api, first)?;
+        let holds = [testing::hold(api, first)?, testing::hold(api, &second)?];
+        first.record(api, event)?;
         let of_first = event.completion(api)?;
         let handle = event.handle()?;
-        second.record(api, &event)?;
+        second.record(api, event)?;
         assert_eq!(event.handle()?, handle);
         holds[0].release();
-        of_first.into_result(Some(PATIENCE))?;
+        of_first.into_result(PATIENCE)?;
         assert!(!event.query(api)?);
         drop(holds);
-        second.synchronize(api, Some(PATIENCE), &mut || false)
-    })
-    .unwrap()
-    .unwrap();
+        second.synchronize(api, PATIENCE, &mut || false)
+    });
+}
+
+#[test]
+fn a_record_of_another_library_in_a_capture_breaks_neither_the_capture_nor_the_completion() {
+    alone(|api, first, event| {
+        let second = another(api, first)?;
+        let hold = testing::hold(api, first)?;
+        first.record(api, event)?;
+        let of_first = event.completion(api)?;
+        let (handle, into) = (event.handle()?, second.handle()?);
+        let capture = second.begin_capture::<Relaxed>(api)?;
+        // SAFETY: both handles are alive and of one context.
+        unsafe { first.device().driver().cuEventRecord(handle as _, into as _) }?;
+        hold.release();
+        of_first.into_result(PATIENCE)?;
+        capture.end(api).map(drop)
+    });
 }

@@ -755,7 +755,7 @@ class Event:
     def completion(self) -> Completion[None]:
         """A completion that resolves when the record of this moment is reached.
 
-        The polling thread asks for it (`cuEventQuery`). Once `handle` was read, or a graph records the event, a stream
+        The polling thread asks for it (`cuEventQuery`). Once `handle` was read, or a graph has the event, a stream
         of its own waits for it instead (`cuStreamWaitEvent`), since others may record it anew.
         """
 

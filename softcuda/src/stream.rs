@@ -11,32 +11,27 @@ use crate::event::EXTERNAL;
 use crate::graph::NodeWork;
 use crate::memory::{self, MemoryKind};
 use crate::system::{
-    self, Answer, Condition, HostCall, ILLEGAL_STATE, INVALID_HANDLE, INVALID_VALUE, NOT_READY, StreamState, System,
-    Work,
+    self, Answer, Condition, HostCall, ILLEGAL_STATE, INVALID_HANDLE, INVALID_VALUE, NOT_READY, StreamState, Work,
 };
 use crate::{call, call_outside, green, put};
 
 pub(crate) const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 
-impl System {
-    fn new_handle(&mut self, context: usize, green: usize, flags: c_uint, priority: c_int) -> Answer<usize> {
-        green::alive(self, green)?;
-        self.sound(context)?;
-        let stream = self.new_stream(context, flags, priority.clamp(PRIORITIES.1, PRIORITIES.0));
-        self.streams.get_mut(&stream).expect("made above").green = green;
-        self.contexts.get_mut(&context).expect("sound").made_streams += 1;
-        let handle = system::fresh_handle();
-        self.handles.insert(handle, stream);
-        Ok(handle)
-    }
-}
-
 /// A stream of a context, or of a green one inside it unless that is 0, with the handle that is created with it.
 pub(crate) fn new_handle(context: usize, green: usize, flags: c_uint, priority: c_int) -> Answer<usize> {
     let _submission = system::submission(context);
-    system::make_room_for_a_stream(context)?;
-    system::lock().new_handle(context, green, flags, priority)
+    let mut system = system::lock();
+    green::alive(&system, green)?;
+    system.sound(context)?;
+    system = system::make_room_for_a_stream(system, context);
+    system.sound(context)?;
+    let stream = system.new_stream(context, flags, priority.clamp(PRIORITIES.1, PRIORITIES.0));
+    system.streams.get_mut(&stream).expect("made above").green = green;
+    system.contexts.get_mut(&context).expect("sound").made_streams += 1;
+    let handle = system::fresh_handle();
+    system.handles.insert(handle, stream);
+    Ok(handle)
 }
 
 /// The per-thread default streams of a thread, by context. They go with the thread.

@@ -707,18 +707,20 @@ fn streams_in(blocks: usize) -> usize {
     (IN_BLOCK * blocks - OF_THE_CONTEXT) / OF_A_STREAM
 }
 
-/// Makes room for one more created stream. A new block waits for all work of the context, for running callbacks and for
-/// waits on memory too, and with the submission lock, which the caller holds (measured on the real driver).
-pub(crate) fn make_room_for_a_stream(context: usize) -> Answer {
-    let mut system = lock();
-    let Some(state) = system.contexts.get_mut(&context) else { return Err(INVALID_CONTEXT) };
+/// Makes room for one more created stream of a context that exists. A new block waits for all work of the context, for
+/// running callbacks and for waits on memory too, and with the submission lock, which the caller holds (measured on the real
+/// driver).
+pub(crate) fn make_room_for_a_stream(
+    mut system: MutexGuard<'static, System>,
+    context: usize,
+) -> MutexGuard<'static, System> {
+    let state = system.contexts.get_mut(&context).expect("it exists");
     if state.made_streams < streams_in(state.stream_blocks) {
-        return Ok(());
+        return system;
     }
     state.stream_blocks += 1;
     let targets = drained(&system, |_, stream| stream.context == context);
-    let system = wait_until(system, |system| system.sound(context).is_err() || reached(system, &targets));
-    system.sound(context)
+    wait_until(system, |system| system.sound(context).is_err() || reached(system, &targets))
 }
 
 /// The engine's thread.

@@ -1,7 +1,5 @@
 //! `rstream.Device`.
 
-use std::sync::{Mutex, OnceLock, PoisonError};
-
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -50,26 +48,14 @@ pub(super) fn with_room_for_torch<T: Send>(
     /// And some more, which fit into the same memory.
     const STREAMS: usize = 160;
     static MODULES: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
-    static RESERVED: Mutex<Vec<(Device, &'static OnceLock<()>)>> = Mutex::new(Vec::new());
     let modules = MODULES.get_or_try_init(py, || {
         Ok::<_, PyErr>(py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?.unbind())
     })?;
     let loaded = modules.bind(py).contains(intern!(py, "torch"))?;
     call(py, move |api| {
         if loaded {
-            let reserved = {
-                let mut devices = RESERVED.lock().unwrap_or_else(PoisonError::into_inner);
-                if let Some((_, reserved)) = devices.iter().find(|(of, _)| *of == device) {
-                    reserved
-                } else {
-                    let reserved: &OnceLock<()> = Box::leak(Box::default());
-                    devices.push((device, reserved));
-                    reserved
-                }
-            };
-            // Whoever comes second waits, to queue no callback before there is room. What is wrong with the device when
-            // there is none, `open` says.
-            reserved.get_or_init(|| drop(device.reserve_streams(api, STREAMS)));
+            // What is wrong with the device when there is no room, `open` says.
+            device.reserve_streams_once(api, STREAMS);
         }
         open(api)
     })

@@ -61,7 +61,7 @@ impl EventPy {
     /// The handle (`CUevent`). Raises `ClosedError` on a closed event.
     #[getter]
     fn handle(&self, py: Python<'_>) -> PyResult<usize> {
-        self.0.handle().py(py)
+        py.detach(|| self.0.handle()).py(py)
     }
 
     /// Whether it was closed.
@@ -97,7 +97,7 @@ impl EventPy {
 
     /// A completion that resolves when the record of this moment is reached.
     ///
-    /// The polling thread asks for it (`cuEventQuery`). Once `handle` was read, or a graph records the event, a stream
+    /// The polling thread asks for it (`cuEventQuery`). Once `handle` was read, or a graph has the event, a stream
     /// of its own waits for it instead (`cuStreamWaitEvent`), since others may record it anew.
     fn completion(&self, py: Python<'_>) -> PyResult<CompletionPy> {
         call(py, |api| self.0.completion(api)).map(CompletionPy::notice)
