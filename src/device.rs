@@ -4,8 +4,6 @@ use std::ffi::{c_char, c_int};
 use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::ptr;
-#[cfg(feature = "python")]
-use std::sync::OnceLock;
 use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::sys::{CUcontext, CUdevice_attribute as Attribute};
@@ -15,6 +13,7 @@ use crate::api::Api;
 use crate::driver::{Driver, Kind};
 use crate::error::{Error, Result, Status};
 use crate::event::RawEvent;
+use crate::reaper::MayBlock;
 
 /// The environment variable that names the default device.
 pub const DEVICE_VARIABLE: &str = "RSTREAM_DEVICE";
@@ -32,9 +31,9 @@ struct Inner {
     memory_signal: bool,
     /// Events without timing that nobody uses at the moment.
     events: Mutex<Vec<RawEvent>>,
-    /// Streams were reserved, or could not be.
+    /// Streams were reserved.
     #[cfg(feature = "python")]
-    reserved: OnceLock<()>,
+    reserved: Mutex<bool>,
 }
 
 // SAFETY: a context handle may be used from any thread (driver reference 3.15); everything else is plain data or locked.
@@ -293,6 +292,7 @@ impl Device {
     /// What the driver answers: the code of a fault, or 900 while a stream of the context captures.
     pub fn synchronize(self, api: &Api<'_>) -> Result<()> {
         let _bound = self.bind(api)?;
+        let _may_block = MayBlock::enter();
         // SAFETY: the context is current.
         unsafe { self.0.driver.cuCtxSynchronize() }
     }
@@ -320,10 +320,13 @@ impl Device {
         unsafe { self.0.driver.cuCtxSetCurrent(self.0.context) }
     }
 
-    /// As [`Device::reserve_streams`], but the first time only: whoever comes meanwhile waits.
+    /// As [`Device::reserve_streams`], but not again once it has worked. Whoever comes meanwhile waits.
     #[cfg(feature = "python")]
     pub(crate) fn reserve_streams_once(self, api: &Api<'_>, count: usize) {
-        self.0.reserved.get_or_init(|| drop(self.reserve_streams(api, count)));
+        let mut reserved = self.0.reserved.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*reserved {
+            *reserved = self.reserve_streams(api, count).is_ok();
+        }
     }
 
     /// An event without timing, from the pool.
@@ -359,7 +362,7 @@ impl Inner {
             memory_signal: false,
             events: Mutex::new(Vec::new()),
             #[cfg(feature = "python")]
-            reserved: OnceLock::new(),
+            reserved: Mutex::new(false),
         };
         let mut name = [0_u8; 256];
         // SAFETY: each call writes what it is named for; `name` has the length that is passed.

@@ -2,7 +2,7 @@
 
 use std::ffi::c_uint;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -43,11 +43,11 @@ impl EventOptions {
 pub(crate) struct RawEvent {
     device: Device,
     handle: CUevent,
-    /// Who waits for the record that it has. The polling thread asks for it: a stream that waits for an event takes a hardware
-    /// channel, and to make one may mean to wait for all others. Held while the event is asked, which never blocks.
+    /// To be told when the record that it has is reached. The polling thread asks for it: a stream that waits for an event takes
+    /// a hardware channel, and to make one may mean to wait for all others. Held while the event is asked, which never blocks.
     waiting: Mutex<Vec<Promise<()>>>,
-    /// There is somebody, so it must not be recorded anew.
-    watched: AtomicBool,
+    /// How many wait for the record that it has, so that it must not be recorded anew.
+    awaited: AtomicUsize,
 }
 
 // SAFETY: events may be used from any thread (driver reference 3.15).
@@ -65,7 +65,7 @@ impl RawEvent {
         let mut handle: CUevent = ptr::null_mut();
         // SAFETY: writes one handle.
         unsafe { device.driver().cuEventCreate(&raw mut handle, flags) }?;
-        Ok(RawEvent { device, handle, waiting: Mutex::default(), watched: AtomicBool::new(false) })
+        Ok(RawEvent { device, handle, waiting: Mutex::default(), awaited: AtomicUsize::new(0) })
     }
 
     fn waiting(&self) -> MutexGuard<'_, Vec<Promise<()>>> {
@@ -73,12 +73,11 @@ impl RawEvent {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells these when the record that it has now is reached.
-    fn watch(self: &Arc<Self>, promises: Vec<Promise<()>>) {
+    /// Has the polling thread tell these, who are counted as awaiting it.
+    fn watch(self: &Arc<Self>, promises: impl IntoIterator<Item = Promise<()>>) {
         let mut waiting = self.waiting();
         let new = waiting.is_empty();
         waiting.extend(promises);
-        self.watched.store(true, Ordering::Release);
         drop(waiting);
         if new {
             poller::ask(Arc::clone(self));
@@ -98,12 +97,36 @@ impl RawEvent {
             // Any other refusal says nothing about the work before it.
             Ok(false) | Err(_) => return None,
         };
-        Some((status, self.take(&mut waiting)))
+        self.awaited.fetch_sub(waiting.len(), Ordering::Release);
+        Some((status, std::mem::take(&mut waiting)))
     }
 
-    fn take(&self, waiting: &mut Vec<Promise<()>>) -> Vec<Promise<()>> {
-        self.watched.store(false, Ordering::Release);
-        std::mem::take(waiting)
+    /// Has a stream that waits for it tell those whom the polling thread would. They count as awaiting it until it does.
+    fn hand_over(self: &Arc<Self>, api: &Api<'_>) -> Result<()> {
+        let promises = std::mem::take(&mut *self.waiting());
+        let notice = match self.notice_stream(api) {
+            Ok(notice) => notice,
+            Err(error) => {
+                self.watch(promises);
+                return Err(error);
+            }
+        };
+        let mut promises = promises.into_iter();
+        while let Some(promise) = promises.next() {
+            if let Err((error, Notice { promise })) = notice.enqueue(api, Notice { promise }) {
+                self.watch(std::iter::once(promise).chain(promises));
+                return Err(error);
+            }
+            self.awaited.fetch_sub(1, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// A stream that waits for the record that it has.
+    fn notice_stream(&self, api: &Api<'_>) -> Result<Stream> {
+        let notice = Stream::new(api, self.device, StreamOptions::default())?;
+        notice.wait_raw_event(api, self)?;
+        Ok(notice)
     }
 
     pub(crate) fn device(&self) -> Device {
@@ -180,15 +203,47 @@ pub(crate) enum Record {
     Captured(Sequence),
 }
 
+/// The driver's event of an [`Event`], and what it stands for.
+struct State {
+    raw: Option<Arc<RawEvent>>,
+    record: Record,
+    /// Not only rstream records it: its handle was given out, or a graph has it. So it stays the event's.
+    shared: bool,
+}
+
+impl State {
+    fn raw(&self) -> Result<&Arc<RawEvent>> {
+        self.raw.as_ref().ok_or(Error::Closed { what: "Event" })
+    }
+
+    /// The event, for the host to ask for it under the lock.
+    fn to_ask(&self) -> Result<&Arc<RawEvent>> {
+        let raw = self.raw()?;
+        if let Record::Captured(_) = self.record {
+            return Err(Error::capture(
+                Status::CAPTURED_EVENT,
+                "the event was last recorded in a capture, so it stands for work that never runs by itself, and asking \
+                 for it would break the capture: record it outside, or use another event as an external one",
+            ));
+        }
+        Ok(raw)
+    }
+
+    /// Whether somebody waits for the record that it has.
+    fn is_awaited(&self) -> bool {
+        self.raw.as_ref().is_some_and(|raw| raw.awaited.load(Ordering::Acquire) > 0)
+    }
+}
+
 struct Inner {
     device: Device,
     options: EventOptions,
-    raw: Mutex<Option<Arc<RawEvent>>>,
-    record: Mutex<Record>,
-    /// Not only rstream records it: its handle was given out, or a graph has it.
-    shared: AtomicBool,
-    /// Held while it gets another handle, and while it becomes shared.
-    renewing: Mutex<()>,
+    /// Held while the host asks for it, which never blocks: nobody records it in a capture meanwhile, where asking breaks that.
+    state: Mutex<State>,
+    /// Held while it is recorded, which may block.
+    recording: Mutex<()>,
+    /// Held while those who wait for it are handed over to a stream, which may block.
+    sharing: Mutex<()>,
 }
 
 /// A mark that is recorded in a stream, and reached when the work before it is done. A cheap, shared handle.
@@ -222,119 +277,96 @@ impl Event {
             inner: Arc::new(Inner {
                 device,
                 options,
-                raw: Mutex::new(Some(Arc::new(raw))),
-                record: Mutex::new(Record::Never),
-                shared: AtomicBool::new(false),
-                renewing: Mutex::new(()),
+                state: Mutex::new(State { raw: Some(Arc::new(raw)), record: Record::Never, shared: false }),
+                recording: Mutex::new(()),
+                sharing: Mutex::new(()),
             }),
         })
     }
 
-    pub(crate) fn raw(&self) -> Result<Arc<RawEvent>> {
-        self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner).clone().ok_or(Error::Closed { what: "Event" })
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Nothing foreign runs under the lock, so a poisoned one still guards a sound state.
+        self.inner.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn record(&self) -> Record {
-        *self.inner.record.lock().unwrap_or_else(PoisonError::into_inner)
+    fn recording(&self) -> MutexGuard<'_, ()> {
+        self.inner.recording.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The driver's event, and how it was recorded last.
+    pub(crate) fn raw(&self) -> Result<(Arc<RawEvent>, Record)> {
+        let state = self.state();
+        Ok((Arc::clone(state.raw()?), state.record))
     }
 
     /// Records it by `record`, which gets the handle. Who waits for the record of now keeps the handle that has it.
     pub(crate) fn record_by(&self, how: Record, record: impl Fn(CUevent) -> Result<()>) -> Result<()> {
-        // Said before it is so, since nobody may ask an event that is captured.
-        let before = self.say_recorded(how);
-        let recorded = self
-            .raw()
-            .and_then(|raw| if self.must_be_renewed(&raw) { self.record_afresh(record) } else { record(raw.handle) });
-        recorded.inspect_err(|_| {
-            self.say_recorded(before);
-        })
-    }
-
-    fn must_be_renewed(&self, raw: &RawEvent) -> bool {
-        raw.watched.load(Ordering::Acquire) && !self.inner.shared.load(Ordering::Acquire)
-    }
-
-    #[cold]
-    fn record_afresh(&self, record: impl Fn(CUevent) -> Result<()>) -> Result<()> {
-        let device = self.inner.device;
-        let _renewing = self.inner.renewing.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = self.raw()?;
-        if !self.must_be_renewed(&known) {
-            return record(known.handle);
+        // One at a time, so that what is said is what the driver did last.
+        let _recording = self.recording();
+        let mut state = self.state();
+        if state.is_awaited() && !state.shared {
+            drop(state);
+            if self.record_afresh(how, &record)? {
+                return Ok(());
+            }
+            state = self.state();
         }
+        let raw = Arc::clone(state.raw()?);
+        let before = state.record;
+        // What must not be asked is said before it is so, and what may be asked after.
+        let meanwhile = if matches!(how, Record::Captured(_)) { how } else { before };
+        state.record = meanwhile;
+        drop(state);
+        let recorded = record(raw.handle);
+        let now = if recorded.is_ok() { how } else { before };
+        if now != meanwhile {
+            self.state().record = now;
+        }
+        recorded
+    }
+
+    /// Records another event of the driver's, and has that one from now on. False: others have come to know the handle of now,
+    /// which has to be recorded then.
+    #[cold]
+    fn record_afresh(&self, how: Record, record: impl Fn(CUevent) -> Result<()>) -> Result<bool> {
+        let device = self.inner.device;
         let fresh = device.with_context(|| RawEvent::new(device, self.inner.options.flags()))?;
         record(fresh.handle)?;
-        // After the record: what was never recorded is reached.
-        let mut raw = self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.inner.shared.load(Ordering::Acquire) {
-            drop(raw);
-            // A callback, which waits for no lock, has read the handle meanwhile.
-            return record(known.handle);
+        let mut state = self.state();
+        if state.shared {
+            return Ok(false);
         }
+        state.record = how;
         // Unless it was closed. What goes is dropped without the lock.
-        let before = raw.as_mut().map(|raw| std::mem::replace(raw, Arc::new(fresh)));
-        drop(raw);
+        let before = state.raw.as_mut().map(|raw| std::mem::replace(raw, Arc::new(fresh)));
+        drop(state);
         drop(before);
-        Ok(())
+        Ok(true)
     }
 
-    fn say_recorded(&self, record: Record) -> Record {
-        std::mem::replace(&mut *self.inner.record.lock().unwrap_or_else(PoisonError::into_inner), record)
-    }
-
-    /// Others know its handle from now on, and may record it: a stream tells those who wait for the record of now.
+    /// Others may record it from now on: a stream tells those who wait for the record of now.
     pub(crate) fn share(&self, api: &Api<'_>) -> Result<()> {
-        let _renewing = self.inner.renewing.lock().unwrap_or_else(PoisonError::into_inner);
-        let raw = self.raw()?;
-        {
-            // Whoever comes to wait holds it.
-            let _record = self.inner.record.lock().unwrap_or_else(PoisonError::into_inner);
-            self.inner.shared.store(true, Ordering::Release);
+        let _sharing = self.inner.sharing.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let raw = {
+                let mut state = self.state();
+                let raw = Arc::clone(state.raw()?);
+                if raw.waiting().is_empty() {
+                    state.shared = true;
+                    return Ok(());
+                }
+                raw
+            };
+            raw.hand_over(api)?;
         }
-        if !raw.watched.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        let promises = raw.take(&mut raw.waiting());
-        let notice = match self.notice_stream(api) {
-            Ok(notice) => notice,
-            Err(error) => {
-                raw.watch(promises);
-                return Err(error);
-            }
-        };
-        let mut promises = promises.into_iter();
-        while let Some(promise) = promises.next() {
-            if let Err((error, Notice { promise })) = notice.enqueue(api, Notice { promise }) {
-                raw.watch(std::iter::once(promise).chain(promises).collect());
-                return Err(error);
-            }
-        }
-        Ok(())
     }
 
     /// Launches of a graph record it. Until one has, it is what it was.
     pub(crate) fn recorded_at_launches(&self) {
-        let mut record = self.inner.record.lock().unwrap_or_else(PoisonError::into_inner);
-        if *record == Record::Never {
-            *record = Record::Ordinary;
+        let mut state = self.state();
+        if state.record == Record::Never {
+            state.record = Record::Ordinary;
         }
-    }
-
-    /// The event, for the host to ask for it.
-    fn raw_to_ask(&self) -> Result<Arc<RawEvent>> {
-        self.raw_with(self.record())
-    }
-
-    fn raw_with(&self, record: Record) -> Result<Arc<RawEvent>> {
-        let raw = self.raw()?;
-        if let Record::Captured(_) = record {
-            return Err(Error::capture(
-                Status::CAPTURED_EVENT,
-                "the event was last recorded in a capture, so it stands for work that never runs by itself, and asking \
-                 for it would break the capture: record it outside, or use another event as an external one",
-            ));
-        }
-        Ok(raw)
     }
 
     /// Its device.
@@ -349,30 +381,35 @@ impl Event {
         self.inner.options
     }
 
-    /// Its handle (`CUevent`), for other libraries. It is valid until the event is closed and its last clone dropped. Calls the
-    /// driver, and may block, only while a completion of this event is pending. Inside a callback it does neither, and a pending
-    /// completion may then be of a record that another library makes.
+    /// Its handle (`CUevent`), for other libraries. It is valid until the event is closed and its last clone dropped.
+    ///
+    /// While a completion of it is pending, the first call hands that over to a stream, which may block.
     ///
     /// # Errors
-    /// [`Error::Closed`].
+    /// [`Error::Closed`]; if a completion is pending, [`Error::NotPermitted`] inside a callback, and what the driver answers.
     pub fn handle(&self) -> Result<usize> {
-        // Where this thread may not call, or the driver refuses, the polling thread goes on asking.
-        drop(Api::attach(|api| self.share(api)));
-        self.inner.shared.store(true, Ordering::Release);
-        Ok(self.raw()?.handle as usize)
+        {
+            let mut state = self.state();
+            if state.shared || !state.is_awaited() {
+                state.shared = true;
+                return Ok(state.raw()?.handle as usize);
+            }
+        }
+        Api::attach(|api| self.share(api))??;
+        Ok(self.state().raw()?.handle as usize)
     }
 
     /// Whether it was closed.
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        self.raw().is_err()
+        self.state().raw.is_none()
     }
 
     /// Gives the event up (`cuEventDestroy`; on the background thread inside a callback, and while something uses it or
     /// gives work to a stream).
     /// Waits that are queued for it are not affected. A second close does nothing.
     pub fn close(&self) {
-        let raw = self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let raw = self.state().raw.take();
         if let Some(raw) = raw.and_then(Arc::into_inner) {
             reaper::release_here(self.inner.device, raw.destroy());
             // Destroyed, or about to be.
@@ -385,12 +422,12 @@ impl Event {
     /// # Errors
     /// The code of a fault; [`Error::Closed`]; [`Error::Capture`] when it was last recorded in a capture.
     pub fn query(&self, api: &Api<'_>) -> Result<bool> {
-        let raw = self.raw_to_ask()?;
         let _bound = self.inner.device.bind(api)?;
-        raw.query()
+        self.state().to_ask()?.query()
     }
 
-    /// Waits until it was reached. Returns at once if it was never recorded.
+    /// Waits until the record of this moment is reached. Returns at once if there is none. If others may record the event too
+    /// ([`Event::handle`]), a later record takes its place.
     ///
     /// `timeout` is the longest wait, without limit if `None`. `interrupted` is asked about every 50 ms whether to give
     /// up.
@@ -403,9 +440,18 @@ impl Event {
         timeout: Option<Duration>,
         interrupted: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
-        let raw = self.raw_to_ask()?;
         let _bound = self.inner.device.bind(api)?;
-        poll_until_done(timeout, interrupted, || raw.query())
+        let awaited = {
+            let state = self.state();
+            Awaited::new(Arc::clone(state.to_ask()?))
+        };
+        poll_until_done(timeout, interrupted, || {
+            let state = self.state();
+            if state.raw.as_ref().is_some_and(|now| Arc::ptr_eq(now, &awaited.0)) {
+                state.to_ask()?;
+            }
+            awaited.0.query()
+        })
     }
 
     /// The time from `earlier` to this event in milliseconds, about 0.5 us exact (`cuEventElapsedTime`). Negative when
@@ -424,7 +470,9 @@ impl Event {
         if !self.inner.options.timing || !earlier.inner.options.timing {
             return Err(Error::invalid("elapsed time: both events have to be made with timing"));
         }
-        let (start, end) = (earlier.raw_to_ask()?, self.raw_to_ask()?);
+        // The one question that breaks no capture.
+        let raw = |event: &Event| event.state().to_ask().cloned();
+        let (start, end) = (raw(earlier)?, raw(self)?);
         let _bound = self.inner.device.bind(api)?;
         let _relaxed = Relaxed::enter(self.inner.device.driver());
         let mut milliseconds = 0.0_f32;
@@ -436,32 +484,49 @@ impl Event {
     /// A completion that resolves when the record of this moment is reached; at once if there is none.
     ///
     /// The polling thread asks for it (`cuEventQuery`), on any device and whatever the signal; but if others may record the event
-    /// anew, a stream of its own waits for it (`cuStreamWaitEvent`).
+    /// anew, a stream of its own waits for it (`cuStreamWaitEvent`), and to make that may block: see [`Device::reserve_streams`].
     ///
     /// # Errors
     /// As [`Event::query`]; what the driver answers.
     pub fn completion(&self, api: &Api<'_>) -> Result<Completion<()>> {
         let watches = poller::is_started();
-        let bound = self.inner.device.bind(api)?;
-        // Held, so that it is not recorded in a capture meanwhile, where it must not be asked. No call here blocks.
-        let record = self.inner.record.lock().unwrap_or_else(PoisonError::into_inner);
-        let raw = self.raw_with(*record)?;
-        if raw.query()? {
-            return Ok(callback::reached_already());
+        let _bound = self.inner.device.bind(api)?;
+        {
+            let state = self.state();
+            let raw = state.to_ask()?;
+            if raw.query()? {
+                return Ok(callback::reached_already());
+            }
+            if watches && !state.shared {
+                let (promise, completion) = completion::channel();
+                raw.awaited.fetch_add(1, Ordering::Relaxed);
+                raw.watch([promise]);
+                return Ok(completion);
+            }
         }
-        if watches && !self.inner.shared.load(Ordering::Acquire) {
-            let (promise, completion) = completion::channel();
-            raw.watch(vec![promise]);
-            return Ok(completion);
-        }
-        drop((record, bound));
-        self.notice_stream(api)?.completion(api)
+        let notice = {
+            // So that the stream does not come to wait for what is captured.
+            let _recording = self.recording();
+            let raw = Arc::clone(self.state().to_ask()?);
+            raw.notice_stream(api)?
+        };
+        notice.completion(api)
     }
+}
 
-    /// A stream that waits for the record of now.
-    fn notice_stream(&self, api: &Api<'_>) -> Result<Stream> {
-        let notice = Stream::new(api, self.inner.device, StreamOptions::default())?;
-        notice.wait_event(api, self)?;
-        Ok(notice)
+/// Waits for the record that an event has.
+struct Awaited(Arc<RawEvent>);
+
+impl Awaited {
+    /// Under the lock of the event's state.
+    fn new(raw: Arc<RawEvent>) -> Awaited {
+        raw.awaited.fetch_add(1, Ordering::Relaxed);
+        Awaited(raw)
+    }
+}
+
+impl Drop for Awaited {
+    fn drop(&mut self) {
+        self.0.awaited.fetch_sub(1, Ordering::Release);
     }
 }

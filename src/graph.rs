@@ -26,7 +26,7 @@ use crate::driver::{Driver, Kind};
 use crate::error::{Error, Refused, Result, Status};
 use crate::event::Event;
 use crate::memory::{Buffer, Pattern, same_size};
-use crate::reaper::{self, Relaxed};
+use crate::reaper::{self, MayBlock, Relaxed};
 use crate::stream::Stream;
 
 /// Whose a [`Node`] is: a graph, or the capture that makes one.
@@ -914,7 +914,7 @@ impl Graph {
     pub fn add_event_record_node(&self, api: &Api<'_>, dependencies: &[Node], event: &Event) -> Result<Node> {
         self.refuse_foreign(event.device())?;
         event.share(api)?;
-        let raw = event.raw()?;
+        let (raw, _) = event.raw()?;
         let handle = raw.handle();
         let node = self.add_with(api, dependencies, raw, |driver, node, graph, dependencies| {
             // SAFETY: writes one handle; graph and dependencies exist; the graph keeps the event.
@@ -933,7 +933,7 @@ impl Graph {
         self.refuse_foreign(event.device())?;
         // The graph waits for what is recorded later, too.
         event.share(api)?;
-        let raw = event.raw()?;
+        let (raw, _) = event.raw()?;
         let handle = raw.handle();
         self.add_with(api, dependencies, raw, |driver, node, graph, dependencies| {
             // SAFETY: as for a record.
@@ -1079,6 +1079,7 @@ impl Graph {
             let records = self.records_of(driver, &shape);
             // It is no part of anybody's capture, so it must not break one.
             let _relaxed = Relaxed::enter(driver);
+            let _may_block = MayBlock::enter();
             let mut exec: CUgraphExec = ptr::null_mut();
             // SAFETY: writes one handle; the graph exists.
             unsafe { driver.cuGraphInstantiateWithFlags(&raw mut exec, graph, 0) }?;
@@ -1263,6 +1264,7 @@ impl GraphExec {
         graph.with(api, |driver, graph| {
             let _turn = raw.turn.lock().unwrap_or_else(PoisonError::into_inner);
             let _relaxed = Relaxed::enter(driver);
+            let _may_block = MayBlock::enter();
             let mut info = std::mem::MaybeUninit::<CUgraphExecUpdateResultInfo>::zeroed();
             // SAFETY: both handles are alive; writes one structure, which nobody reads as such: a result that the
             // bindings do not know would be no value of their enum.

@@ -13,7 +13,7 @@ use crate::device::Device;
 use crate::driver::{Driver, is_forked_child};
 use crate::error::{Error, Result, Status};
 use crate::event::{Outlook, RawEvent};
-use crate::reaper::{self, Relaxed};
+use crate::reaper::{self, MayBlock, Relaxed};
 use crate::stream::Stream;
 
 /// Where the memory of a [`Buffer`] is.
@@ -100,6 +100,7 @@ impl Class {
             ManagedAttach::Global => Attach::Global,
             ManagedAttach::Host => Attach::Host,
         };
+        let _may_block = MayBlock::enter();
         let mut stream = std::ptr::null_mut();
         // SAFETY: the stream is made and destroyed here; the block is managed memory that nobody uses.
         unsafe {
@@ -163,6 +164,7 @@ impl Device {
         let _bound = self.bind(api)?;
         let driver = self.driver();
         let _relaxed = Relaxed::enter(driver);
+        let _may_block = MayBlock::enter();
         let classes: Vec<(Class, Vec<u64>)> = cache().extract_if(|class, _| class.device == self).collect();
         let (mut bytes, mut failed) = (0, None);
         for (class, addresses) in classes {

@@ -88,32 +88,33 @@ pub(crate) fn release_when(device: Device, release: impl FnMut() -> bool + Send 
 pub(crate) fn release_here(device: Device, mut release: impl FnMut() -> bool + Send + 'static) {
     let done = Api::attach(|_| {
         let _relaxed = Relaxed::enter(device.driver());
-        Enqueuing::nobody_is() && device.with_context(&mut release)
+        MayBlock::nobody_is() && device.with_context(&mut release)
     });
     if !done.unwrap_or(false) {
         release_when(device, release);
     }
 }
 
-/// Somebody gives work to a stream. With a full queue that blocks, and other threads' calls on the device with it (measured).
-pub(crate) struct Enqueuing(());
+/// Somebody makes a call that may block, and other threads' calls on the device with it (measured): work for a full queue, a
+/// stream or a graph for which there is no room, memory that is freed.
+pub(crate) struct MayBlock(());
 
-static ENQUEUING: AtomicUsize = AtomicUsize::new(0);
+static MAY_BLOCK: AtomicUsize = AtomicUsize::new(0);
 
-impl Enqueuing {
-    pub(crate) fn enter() -> Enqueuing {
-        ENQUEUING.fetch_add(1, Ordering::Relaxed);
-        Enqueuing(())
+impl MayBlock {
+    pub(crate) fn enter() -> MayBlock {
+        MAY_BLOCK.fetch_add(1, Ordering::Relaxed);
+        MayBlock(())
     }
 
     fn nobody_is() -> bool {
-        ENQUEUING.load(Ordering::Relaxed) == 0
+        MAY_BLOCK.load(Ordering::Relaxed) == 0
     }
 }
 
-impl Drop for Enqueuing {
+impl Drop for MayBlock {
     fn drop(&mut self) {
-        ENQUEUING.fetch_sub(1, Ordering::Relaxed);
+        MAY_BLOCK.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

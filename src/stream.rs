@@ -22,7 +22,7 @@ use crate::event::{Event, RawEvent, Record};
 use crate::gate::{self, Gate};
 use crate::graph::{self, HostNode, Label, Owner, Sequence};
 use crate::lane::Lane;
-use crate::reaper::{self, Enqueuing, Relaxed};
+use crate::reaper::{self, MayBlock, Relaxed};
 
 /// How the host is told that a stream reached a point.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -175,7 +175,7 @@ pub(crate) struct Ready<'a> {
     _capturing: Option<MutexGuard<'static, ()>>,
     /// No capture begins or ends meanwhile.
     _gate: Option<RwLockReadGuard<'a, ()>>,
-    _enqueuing: Option<Enqueuing>,
+    _may_block: Option<MayBlock>,
     _bound: Bound<'a>,
 }
 
@@ -254,6 +254,7 @@ impl Ready<'_> {
 fn create(device: Device, options: StreamOptions) -> Result<CUstream> {
     let mut handle: CUstream = ptr::null_mut();
     let flags = c_uint::from(options.non_blocking);
+    let _may_block = MayBlock::enter();
     // SAFETY: writes one handle.
     unsafe { device.driver().cuStreamCreateWithPriority(&raw mut handle, flags, options.priority) }?;
     Ok(handle)
@@ -444,7 +445,7 @@ impl Stream {
     /// The stream, ready to be given work that has no form in a capture: `act` says what, and `remedy` what to do instead.
     pub(crate) fn ready<'a>(&'a self, api: &'a Api<'_>, act: &str, remedy: &str) -> Result<Ready<'a>> {
         let mut ready = self.ready_behind(api, self.inner.gate.read(), act, remedy)?;
-        ready._enqueuing = Some(Enqueuing::enter());
+        ready._may_block = Some(MayBlock::enter());
         Ok(ready)
     }
 
@@ -466,7 +467,7 @@ impl Stream {
         let mut ready = self.alive(api)?;
         ready._gate = Some(self.inner.gate.read());
         ready.look_for_capture()?;
-        ready._enqueuing = Some(Enqueuing::enter());
+        ready._may_block = Some(MayBlock::enter());
         Ok(ready)
     }
 
@@ -480,7 +481,7 @@ impl Stream {
             capture: None,
             _capturing: None,
             _gate: None,
-            _enqueuing: None,
+            _may_block: None,
             _bound: bound,
         })
     }
@@ -615,8 +616,7 @@ impl Stream {
     /// the other cannot take part in; what the driver answers.
     pub fn wait_event(&self, api: &Api<'_>, event: &Event) -> Result<()> {
         self.refuse_other_driver(event.device(), "an event")?;
-        let raw = event.raw()?;
-        let record = event.record();
+        let (raw, record) = event.raw()?;
         let mut ready = self.alive(api)?;
         let _gate = Entry::take(&self.inner.gate, matches!(record, Record::Captured(_)));
         ready.look_for_capture()?;
@@ -652,8 +652,13 @@ impl Stream {
         Ok(())
     }
 
+    /// Makes later work of a stream that nobody else knows wait for `event`.
+    pub(crate) fn wait_raw_event(&self, api: &Api<'_>, event: &RawEvent) -> Result<()> {
+        self.wait_raw(&self.alive(api)?, event)
+    }
+
     fn wait_raw(&self, ready: &Ready<'_>, event: &RawEvent) -> Result<()> {
-        let _enqueuing = Enqueuing::enter();
+        let _may_block = MayBlock::enter();
         // SAFETY: both handles are alive.
         unsafe { self.inner.device.driver().cuStreamWaitEvent(ready.handle(), event.handle(), 0) }
     }
@@ -667,7 +672,7 @@ impl Stream {
         self.refuse_other_driver(event.device(), "an event")?;
         // The graph waits for what is recorded later, too.
         event.share(api)?;
-        let raw = event.raw()?;
+        let (raw, _) = event.raw()?;
         let handle = raw.handle();
         self.external(api)?.submit(Box::new(raw), |driver, stream| {
             // SAFETY: both handles are alive, the event as long as the graph.
@@ -751,7 +756,7 @@ impl Stream {
                 mine._capturing = theirs._capturing.take();
             }
             let event = device.take_event()?;
-            let _enqueuing = Enqueuing::enter();
+            let _may_block = MayBlock::enter();
             // SAFETY: both handles are alive and of one context.
             unsafe { device.driver().cuEventRecord(event.handle(), theirs.handle()) }?;
             event
@@ -800,7 +805,7 @@ impl Stream {
     pub fn record_external(&self, api: &Api<'_>, event: &Event) -> Result<()> {
         self.refuse_other_device(event)?;
         event.share(api)?;
-        let raw = event.raw()?;
+        let (raw, _) = event.raw()?;
         let handle = raw.handle();
         self.external(api)?.submit(Box::new(raw), |driver, stream| {
             // SAFETY: both handles are alive, the event as long as the graph.

@@ -13,6 +13,7 @@ use crate::device::Device;
 use crate::driver::Driver;
 use crate::error::{Error, Result, Status};
 use crate::memory::Buffer;
+use crate::reaper::MayBlock;
 use crate::stream::{Stream, StreamOptions};
 
 /// A kernel in PTX, which every GPU since 7.0 takes, so that no compiler is needed: it lasts for some time, then fails if
@@ -56,6 +57,7 @@ fn kernel(api: &Api<'_>, device: Device) -> Result<CUfunction> {
     let mut function: CUfunction = ptr::null_mut();
     {
         let _bound = device.bind(api)?;
+        let _may_block = MayBlock::enter();
         // SAFETY: each call writes one handle; image and name end in NUL. The module is never unloaded.
         unsafe {
             device.driver().cuModuleLoadData(&raw mut module, KERNEL.as_ptr().cast())?;

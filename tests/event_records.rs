@@ -3,19 +3,19 @@
 
 mod common;
 
-use std::sync::Mutex;
+use std::sync::mpsc;
+use std::thread;
 use std::time::Duration;
 
-use common::with_stream;
+use common::{alone, with_stream};
 use rstream::capture::Relaxed;
-use rstream::{Api, Completion, Event, EventOptions, Result, Stream, StreamOptions, testing};
+use rstream::{Api, Completion, Error, Event, EventOptions, Result, Stream, StreamOptions, testing};
 
 const PATIENCE: Option<Duration> = Some(Duration::from_secs(60));
 
 /// As [`with_stream`], one test at a time, with an event.
-fn alone(test: impl FnOnce(&Api<'_>, &Stream, &Event) -> Result<()>) {
-    static ALONE: Mutex<()> = Mutex::new(());
-    let _alone = ALONE.lock().unwrap();
+fn with_event(test: impl FnOnce(&Api<'_>, &Stream, &Event) -> Result<()>) {
+    let _alone = alone();
     with_stream(|api, stream| test(api, stream, &Event::new(api, stream.device(), EventOptions::default())?));
 }
 
@@ -52,12 +52,12 @@ fn each_completion_is_of_the_record_that_the_event_had_then(
 
 #[test]
 fn a_completion_is_of_the_record_that_the_event_had_then() {
-    alone(each_completion_is_of_the_record_that_the_event_had_then);
+    with_event(each_completion_is_of_the_record_that_the_event_had_then);
 }
 
 #[test]
 fn so_it_is_when_the_handle_is_known() {
-    alone(|api, first, event| {
+    with_event(|api, first, event| {
         assert!(event.handle()? != 0);
         each_completion_is_of_the_record_that_the_event_had_then(api, first, event)
     });
@@ -65,7 +65,7 @@ fn so_it_is_when_the_handle_is_known() {
 
 #[test]
 fn so_it_is_when_the_handle_becomes_known_while_it_waits() {
-    alone(|api, first, event| {
+    with_event(|api, first, event| {
         let second = another(api, first)?;
         let holds = [testing::hold(api, first)?, testing::hold(api, &second)?];
         first.record(api, event)?;
@@ -83,7 +83,7 @@ fn so_it_is_when_the_handle_becomes_known_while_it_waits() {
 
 #[test]
 fn a_record_of_another_library_in_a_capture_breaks_neither_the_capture_nor_the_completion() {
-    alone(|api, first, event| {
+    with_event(|api, first, event| {
         let second = another(api, first)?;
         let hold = testing::hold(api, first)?;
         first.record(api, event)?;
@@ -95,5 +95,77 @@ fn a_record_of_another_library_in_a_capture_breaks_neither_the_capture_nor_the_c
         hold.release();
         of_first.into_result(PATIENCE)?;
         capture.end(api).map(drop)
+    });
+}
+
+#[test]
+fn a_callback_cannot_give_the_handle_out_while_a_completion_waits() {
+    with_event(|api, first, event| {
+        let (second, third) = (another(api, first)?, another(api, first)?);
+        let holds = [testing::hold(api, first)?, testing::hold(api, &second)?];
+        first.record(api, event)?;
+        let of_first = event.completion(api)?;
+        let known = event.clone();
+        let refused = third.add_callback(api, move |_| known.handle())?.into_result(PATIENCE)?;
+        assert!(matches!(refused, Err(Error::NotPermitted { .. })), "{refused:?}");
+        second.record(api, event)?;
+        holds[0].release();
+        of_first.into_result(PATIENCE)?;
+        drop(holds);
+        let known = event.clone();
+        let handle = third.add_callback(api, move |_| known.handle())?.into_result(PATIENCE)??;
+        assert_eq!(event.handle()?, handle);
+        Ok(())
+    });
+}
+
+/// Synchronizes the event on another thread, and lets `meanwhile` run when that waits.
+fn synchronize_beside(event: &Event, meanwhile: impl FnOnce() -> Result<()>) -> Result<()> {
+    let (waits, waiting) = mpsc::channel();
+    thread::scope(|scope| {
+        let waiter =
+            scope.spawn(move || Api::attach(|api| event.synchronize(api, PATIENCE, &mut || waits.send(()).is_err())));
+        waiting.recv().expect("it waits");
+        let result = meanwhile();
+        let waited = waiter.join().unwrap()?;
+        // Until here, since the wait is given up when nobody receives.
+        drop(waiting);
+        result.and(waited)
+    })
+}
+
+#[test]
+fn a_wait_is_of_the_record_that_the_event_had_then() {
+    with_event(|api, first, event| {
+        let second = another(api, first)?;
+        let holds = [testing::hold(api, first)?, testing::hold(api, &second)?];
+        first.record(api, event)?;
+        synchronize_beside(event, || {
+            second.record(api, event)?;
+            holds[0].release();
+            first.synchronize(api, PATIENCE, &mut || false)
+        })?;
+        assert!(!event.query(api)?);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_wait_breaks_no_capture_that_gets_the_event_meanwhile() {
+    with_event(|api, first, event| {
+        let second = another(api, first)?;
+        let hold = testing::hold(api, first)?;
+        first.record(api, event)?;
+        let mut graph = None;
+        synchronize_beside(event, || {
+            let capture = second.begin_capture::<Relaxed>(api)?;
+            second.record(api, event)?;
+            hold.release();
+            first.synchronize(api, PATIENCE, &mut || false)?;
+            graph = Some(capture.end(api)?);
+            Ok(())
+        })?;
+        assert!(graph.is_some());
+        Ok(())
     });
 }

@@ -7,17 +7,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use common::with_stream;
+use common::{until_blocked, with_stream};
+use rstream::capture::Relaxed;
 use rstream::{Api, Buffer, Error, Event, EventOptions, Pattern, Stream, StreamOptions, testing};
 
 #[test]
-fn close_does_not_wait_for_somebody_who_waits_for_room_in_a_queue() {
+fn a_full_queue_blocks_neither_close_nor_what_is_said_of_events() {
     /// A queue has room for so many operations (measured).
     const ROOM: u64 = 1020;
     with_stream(|api, stream| {
         let other = Stream::new(api, stream.device(), StreamOptions::default())?;
-        let event = Event::new(api, stream.device(), EventOptions::default())?;
+        let capturing = Stream::new(api, stream.device(), StreamOptions::default())?;
+        let new_event = || Event::new(api, stream.device(), EventOptions::default());
+        let (event, captured) = (new_event()?, new_event()?);
         let memory = Buffer::device_memory(api, stream.device(), 64)?;
+        let capture = capturing.begin_capture::<Relaxed>(api)?;
+        capturing.record(api, &captured)?;
         let hold = testing::hold(api, stream)?;
         let accepted = Arc::new(AtomicU64::new(0));
         let filler = thread::spawn({
@@ -32,19 +37,24 @@ fn close_does_not_wait_for_somebody_who_waits_for_room_in_a_queue() {
                 })
             }
         });
-        // Until it is blocked: nothing more is accepted. How much is depends on what else the enqueue queues.
-        let (mut before, mut unchanged) = (0, 0);
-        while before < ROOM / 4 || unchanged < 100_000 {
-            let now = accepted.load(Ordering::Acquire);
-            unchanged = if now == before { unchanged + 1 } else { 0 };
-            before = now;
-            thread::yield_now();
-        }
+        // How much is accepted depends on what else the enqueue queues.
+        until_blocked(&accepted, ROOM / 4);
         other.close();
         event.close();
-        assert!(!filler.is_finished());
+        let recorder = thread::spawn({
+            let (stream, captured) = (stream.clone(), captured.clone());
+            move || Api::attach(|api| stream.record(api, &captured))
+        });
+        // Also when the record that is to come is in the driver already.
+        for _ in 0..100_000 {
+            assert!(matches!(captured.query(api), Err(Error::Capture { .. })));
+        }
+        assert!(!filler.is_finished() && !recorder.is_finished());
         hold.release();
         filler.join().unwrap().unwrap()?;
+        recorder.join().unwrap().unwrap()?;
+        capture.end(api)?;
+        captured.synchronize(api, Some(Duration::from_secs(60)), &mut || false)?;
         stream.synchronize(api, Some(Duration::from_secs(60)), &mut || false)
     });
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
@@ -825,6 +826,42 @@ def test_captures_and_other_work_of_many_threads(device):
     assert errors == []
     for each in (origin, *branches):
         each.synchronize(60)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_event_may_be_asked_for_while_captures_get_it(stream, device, shared):
+    """What asks for a captured event breaks the capture, so nothing does."""
+    event, earlier = rs.Event(device, timing=True), rs.Event(device, timing=True)
+    asks = [event.query, event.completion, lambda: event.elapsed_since(earlier), lambda: event.synchronize(0)]
+    errors, over = [], threading.Event()
+    stream.record(earlier)
+    if shared:
+        assert event.handle
+
+    def ask(how):
+        try:
+            while not over.is_set():
+                with contextlib.suppress(rs.CudaError, rs.WaitTimeoutError):
+                    how()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask, args=[how]) for how in asks]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(max(1, 400 // STRESS)):
+            rs.testing.spin(stream, 100)
+            stream.record(event)
+            with stream.capture(mode="relaxed") as capture:
+                capture.launch_host_func(int)
+                stream.record(event)
+                capture.launch_host_func(int)
+    finally:
+        over.set()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
 
 
 def test_an_event_of_an_earlier_capture_into_the_graph_is_refused(stream, device):

@@ -146,6 +146,53 @@ def test_an_event_can_be_waited_for(stream, device):
     event.synchronize(30)
 
 
+@pytest.mark.soft_only
+@pytest.mark.parametrize(
+    "share",
+    [lambda event: event.handle, lambda event: rs.Graph(event.device).add_event_record_node(event)],
+    ids=["handle", "node"],
+)
+def test_completions_outlive_a_failure_to_give_the_event_out(device, share):
+    first, second, event = rs.Stream(device), rs.Stream(device), rs.Event(device)
+    with rs.testing.hold(second):
+        with rs.testing.hold(first):
+            completion = first.record(event).completion()
+            with rs.testing.inject("cuStreamCreateWithPriority", code=2), pytest.raises(rs.OutOfMemoryError):
+                share(event)
+            second.record(event)
+            assert not completion.done()
+        completion.result(30)
+        assert not event.query()
+    share(event)
+    event.synchronize(30)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_completions_are_of_their_record_when_the_handle_is_read_beside_another(device, captured):
+    first, second = rs.Stream(device), rs.Stream(device)
+    for _ in range(30):
+        event, both = rs.Event(device), threading.Barrier(2)
+
+        def read(event=event, both=both):
+            both.wait(30)
+            assert event.handle
+
+        with rs.testing.hold(first):
+            completion = first.record(event).completion()
+            reading = threading.Thread(target=read)
+            reading.start()
+            both.wait(30)
+            if captured:
+                with second.capture(mode="relaxed"):
+                    second.record(event)
+            else:
+                second.record(event)
+            reading.join(30)
+            second.synchronize(30)
+            assert not completion.done()
+        completion.result(30)
+
+
 def test_elapsed_time(stream, device):
     start, end = rs.Event(device, timing=True), rs.Event(device, timing=True)
     start.record(stream)

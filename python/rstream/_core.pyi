@@ -730,7 +730,11 @@ class Event:
 
     @property
     def handle(self) -> int:
-        """The handle (`CUevent`). Raises `ClosedError` on a closed event."""
+        """The handle (`CUevent`), for other libraries, which may record the event from then on.
+
+        While a completion of it is pending, the first reading makes a stream that waits for it. That may block, and
+        raises what the driver answers, or `NotPermittedError` in a callback. Raises `ClosedError` on a closed event.
+        """
 
     @property
     def closed(self) -> bool:
@@ -743,7 +747,10 @@ class Event:
         """Whether it was reached, or was never recorded (`cuEventQuery`). Raises `DeviceFaultError` after a fault."""
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Wait until it was reached, at most `timeout` seconds. As `Stream.synchronize`."""
+        """Wait until the record of this moment is reached, at most `timeout` seconds. As `Stream.synchronize`.
+
+        Once `handle` was read, or a graph has the event, a later record takes its place.
+        """
 
     def elapsed_since(self, earlier: Event) -> float:
         """Milliseconds from `earlier` to this event (`cuEventElapsedTime`); negative if this one was reached first.
@@ -753,10 +760,11 @@ class Event:
         """
 
     def completion(self) -> Completion[None]:
-        """A completion that resolves when the record of this moment is reached.
+        """A completion that resolves when the record of this moment is reached; at once if there is none.
 
         The polling thread asks for it (`cuEventQuery`). Once `handle` was read, or a graph has the event, a stream
-        of its own waits for it instead (`cuStreamWaitEvent`), since others may record it anew.
+        of its own waits for it instead (`cuStreamWaitEvent`), since others may record it anew. To make one may block:
+        see `Device.reserve_streams`.
         """
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ pub(super) fn with_room_for_torch<T: Send>(
     let modules = MODULES.get_or_try_init(py, || {
         Ok::<_, PyErr>(py.import("sys")?.getattr("modules")?.cast_into::<PyDict>()?.unbind())
     })?;
-    let loaded = modules.bind(py).contains(intern!(py, "torch"))?;
+    let loaded = modules.bind(py).get_item(intern!(py, "torch"))?.is_some_and(|torch| !torch.is_none());
     call(py, move |api| {
         if loaded {
             // What is wrong with the device when there is no room, `open` says.

@@ -58,7 +58,10 @@ impl EventPy {
         self.0.options().interprocess
     }
 
-    /// The handle (`CUevent`). Raises `ClosedError` on a closed event.
+    /// The handle (`CUevent`), for other libraries, which may record the event from then on.
+    ///
+    /// While a completion of it is pending, the first reading makes a stream that waits for it. That may block, and
+    /// raises what the driver answers, or `NotPermittedError` in a callback. Raises `ClosedError` on a closed event.
     #[getter]
     fn handle(&self, py: Python<'_>) -> PyResult<usize> {
         py.detach(|| self.0.handle()).py(py)
@@ -80,7 +83,9 @@ impl EventPy {
         call(py, |api| self.0.query(api))
     }
 
-    /// Wait until it was reached, at most `timeout` seconds. As `Stream.synchronize`.
+    /// Wait until the record of this moment is reached, at most `timeout` seconds. As `Stream.synchronize`.
+    ///
+    /// Once `handle` was read, or a graph has the event, a later record takes its place.
     #[pyo3(signature = (timeout=None))]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = self::timeout(timeout).py(py)?;
@@ -95,10 +100,11 @@ impl EventPy {
         call(py, |api| self.0.elapsed_since(api, &earlier.0))
     }
 
-    /// A completion that resolves when the record of this moment is reached.
+    /// A completion that resolves when the record of this moment is reached; at once if there is none.
     ///
     /// The polling thread asks for it (`cuEventQuery`). Once `handle` was read, or a graph has the event, a stream
-    /// of its own waits for it instead (`cuStreamWaitEvent`), since others may record it anew.
+    /// of its own waits for it instead (`cuStreamWaitEvent`), since others may record it anew. To make one may block:
+    /// see `Device.reserve_streams`.
     fn completion(&self, py: Python<'_>) -> PyResult<CompletionPy> {
         call(py, |api| self.0.completion(api)).map(CompletionPy::notice)
     }

@@ -1,6 +1,10 @@
 //! What the integration tests share. `RSTREAM_TEST_DEVICE` chooses the device, as for the Python suite.
 
-use std::sync::Mutex;
+#![allow(dead_code, reason = "no test program uses all of it")]
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard};
+use std::thread;
 
 use rstream::{Api, Device, Result, Stream, StreamOptions};
 
@@ -29,4 +33,21 @@ pub fn with_stream(test: impl FnOnce(&Api<'_>, &Stream) -> Result<()>) {
     })
     .expect("a test's thread runs no callback")
     .unwrap();
+}
+
+/// For tests of one program that must not run side by side.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap()
+}
+
+/// Waits until the thread that counts `calls` is blocked in one: until the count, which was `least` at least, does not grow.
+pub fn until_blocked(calls: &AtomicU64, least: u64) {
+    let (mut before, mut unchanged) = (0, 0);
+    while before < least || unchanged < 100_000 {
+        let now = calls.load(Ordering::Acquire);
+        unchanged = if now == before { unchanged + 1 } else { 0 };
+        before = now;
+        thread::yield_now();
+    }
 }
