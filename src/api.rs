@@ -22,9 +22,11 @@ use crate::error::{Error, Result};
 /// # }
 /// ```
 pub struct Api<'a> {
-    /// Neither `Send` nor `Sync`, and invariant in `'a`.
-    thread: PhantomData<*mut &'a ()>,
+    _thread: NoCudaCallsInCallbacks<'a>,
 }
+
+/// Neither `Send` nor `Sync`, and invariant in `'a`. Its name is in what the compiler says to a callback that uses the API.
+struct NoCudaCallsInCallbacks<'a>(PhantomData<*mut &'a ()>);
 
 thread_local! {
     static CALLBACKS: Cell<u32> = const { Cell::new(0) };
@@ -56,7 +58,7 @@ impl Api<'_> {
                 what: "no CUDA calls in a forked child process: the driver belongs to the parent".into(),
             });
         }
-        Ok(f(&Api { thread: PhantomData }))
+        Ok(f(&Api { _thread: NoCudaCallsInCallbacks(PhantomData) }))
     }
 }
 
