@@ -126,9 +126,18 @@ def test_an_exception_abandons_the_capture_and_frees_what_was_captured(stream):
         1 / 0
     assert stream.capture_status == capture.status == "none"
     assert freed(reference)
-    with pytest.raises(rs.CaptureError, match="no graph"):
+    with pytest.raises(rs.CaptureError, match="no graph: the capture was abandoned"):
         capture.graph
     assert stream.launch_host_func(lambda: 5).result(30) == 5
+
+
+def test_before_its_end_a_capture_says_why_there_is_no_graph(stream):
+    capture = stream.capture()
+    with pytest.raises(rs.CaptureError, match="no graph: the capture has not begun"):
+        capture.graph
+    with capture, pytest.raises(rs.CaptureError, match="no graph: the capture has not ended"):
+        capture.graph
+    assert capture.graph.nodes == []
 
 
 def test_a_capture_can_be_ended_and_abandoned_by_hand(stream):

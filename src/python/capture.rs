@@ -220,11 +220,14 @@ impl CapturePy {
     fn graph(&self, py: Python<'_>) -> PyResult<GraphPy> {
         // Not under the lock: an exception is made by Python code, which may let another thread ask.
         let graph = match &*self.lock() {
-            State::Ended(graph) => Some(graph.clone()),
-            _ => None,
+            State::Ended(graph) => Ok(graph.clone()),
+            State::Unbegun | State::Beginning => Err("the capture has not begun"),
+            State::Active(_) => Err("the capture has not ended"),
+            State::Over => Err("the capture was abandoned, or broke"),
         };
-        let why = "there is no graph: the capture has not ended, or ended badly";
-        graph.map(GraphPy).ok_or_else(|| exception(py, &Error::capture(Status::ILLEGAL_STATE, why)))
+        graph
+            .map(GraphPy)
+            .map_err(|why| exception(py, &Error::capture(Status::ILLEGAL_STATE, format!("there is no graph: {why}"))))
     }
 
     /// The stream.
