@@ -139,6 +139,13 @@ def test_bad_functions_fills_and_children(graph, device):
         graph.add_host_node(5)
     with pytest.raises(rs.InvalidValueError, match="does not fit"):
         graph.add_memset_node(rs.pinned_empty(4, np.int8, device), 1000)
+    elsewhere = rs.device_empty(1, device="soft:1")
+    for add in (
+        lambda: graph.add_memset_node(elsewhere, 0),
+        lambda: graph.add_memcpy_node(elsewhere, np.zeros(1)),
+    ):
+        with pytest.raises(rs.InvalidValueError, match="dst: memory of device soft:1 in a graph of device"):
+            add()
     with pytest.raises(rs.InvalidValueError, match="itself"):
         graph.add_child_graph(graph)
     with pytest.raises(rs.ClosedError):

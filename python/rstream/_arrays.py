@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from rstream import _core
 from rstream._errors import InvalidValueError
+from rstream._interop import device_text
 
 DeviceLike = _core.Device | int | str
 ShapeLike = SupportsIndex | Sequence[SupportsIndex]
@@ -95,7 +96,8 @@ class _Array:
         return self.shape[0]
 
     def __repr__(self) -> str:
-        return f"<rstream.{type(self).__name__} shape={self.shape} dtype={self.dtype} on device {self.device!r}>"
+        device = device_text(self.device)
+        return f"<rstream.{type(self).__name__} shape={self.shape} dtype={self.dtype} on device {device}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(f"a {type(self).__name__} cannot be pickled: pickle a NumPy copy of it")

@@ -28,7 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 import rstream as rs
-from rstream._info import device_text, no_gpu_reason
+from rstream._info import no_gpu_reason
+from rstream._interop import device_text
 
 _PROBES = 1000
 

@@ -4,6 +4,7 @@ import platform
 import sys
 
 import rstream as rs
+from rstream._interop import device_text
 
 # Attributes that say yes or no, in the words of a reader.
 _FEATURES = {
@@ -19,11 +20,6 @@ _FEATURES = {
     "concurrent_kernels": "concurrent kernels",
     "integrated": "memory shared with the host (integrated)",
 }
-
-
-def device_text(device: rs.Device) -> str:
-    """Return the name that ``rs.Device`` takes for this device: ``"0"``, ``"soft:1"``."""
-    return f"soft:{device.ordinal}" if device.is_software else str(device.ordinal)
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -65,7 +65,12 @@ def adopt(obj: Any, device: _core.Device | int | str | None) -> _core.Stream:
     return _core.Stream._adopt(handle, where, obj)
 
 
-def describe(device: _core.Device, obj: Any, role: str) -> tuple[int, int, bool, int | None]:
+def device_text(device: _core.Device) -> str:
+    """Return the name that `rs.Device` takes for this device: `"0"`, `"soft:1"`."""
+    return f"soft:{device.ordinal}" if device.is_software else str(device.ordinal)
+
+
+def describe(device: _core.Device, place: str, obj: Any, role: str) -> tuple[int, int, bool, int | None]:
     """Address, bytes, writability and producer stream of an object with a CUDA Array Interface."""
     interface = getattr(obj, "__cuda_array_interface__", None)
     if interface is None:
@@ -74,7 +79,7 @@ def describe(device: _core.Device, obj: Any, role: str) -> tuple[int, int, bool,
             "or an object with __cuda_array_interface__"
         )
     if device.is_software:
-        raise InvalidValueError(f"{role}: memory of a GPU on a stream of {device!r}", 1)
+        raise InvalidValueError(f"{role}: memory of a GPU {place} of device {device_text(device)}", 1)
     shape = tuple(int(size) for size in interface["shape"])
     itemsize = np.dtype(interface["typestr"]).itemsize
     strides = interface.get("strides")

@@ -139,6 +139,9 @@ pub(super) fn add_host_node<F: Send>(
     Err(exception(py, &error))
 }
 
+/// Where memory of nodes is used, in errors.
+const PLACE: &str = "in a graph";
+
 /// A host function of a graph, as the core takes it.
 pub(super) type Run = Box<dyn Fn() + Send + Sync>;
 
@@ -229,7 +232,7 @@ impl GraphPy {
     ) -> PyResult<NodePy> {
         let (py, device) = (dst.py(), self.0.device());
         let nodes = optional(dependencies)?;
-        let (to, from) = regions(device, dst, src)?;
+        let (to, from) = regions(device, PLACE, dst, src)?;
         to.synchronize_producer(py, device)?;
         from.synchronize_producer(py, device)?;
         call(py, |api| {
@@ -251,7 +254,7 @@ impl GraphPy {
     ) -> PyResult<NodePy> {
         let (py, device) = (dst.py(), self.0.device());
         let nodes = optional(dependencies)?;
-        let (to, pattern) = filled(device, dst, value)?;
+        let (to, pattern) = filled(device, PLACE, dst, value)?;
         to.synchronize_producer(py, device)?;
         let count = to.bytes / pattern.len();
         call(py, |api| {

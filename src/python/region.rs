@@ -24,8 +24,9 @@ pub(super) struct Region {
 }
 
 impl Region {
-    /// Memory of `object` for work of `device`; `role` is its name in errors.
-    fn of(device: Device, object: &Bound<'_, PyAny>, role: &str) -> PyResult<Region> {
+    /// Memory of `object` for work of `device`, whose place is "on a stream" or "in a graph"; `role` is the object's name in
+    /// errors.
+    fn of(device: Device, place: &str, object: &Bound<'_, PyAny>, role: &str) -> PyResult<Region> {
         let py = object.py();
         let refuse = |what: String| Err(exception(py, &Error::invalid(what)));
         let keep = object.clone().unbind();
@@ -51,7 +52,7 @@ impl Region {
             let buffer = &memory.get().0;
             let its = buffer.device();
             if its.kind() != device.kind() || buffer.kind() == BufferKind::Device && its != device {
-                return refuse(format!("{role}: memory of device {its} on a stream of device {device}"));
+                return refuse(format!("{role}: memory of device {its} {place} of device {device}"));
             }
             // The memory itself is kept, whatever becomes of the array.
             let keep = memory.clone().into_any().unbind();
@@ -60,7 +61,7 @@ impl Region {
         static DESCRIBE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         let describe = DESCRIBE.import(py, "rstream._interop", "describe")?;
         let (address, bytes, writable, producer): (u64, usize, bool, Option<usize>) =
-            describe.call1((DevicePy(device), object, role))?.extract()?;
+            describe.call1((DevicePy(device), place, object, role))?.extract()?;
         Ok(Region { address, bytes, writable, keep, producer })
     }
 
@@ -78,8 +79,13 @@ impl Region {
 }
 
 /// The two sides of a copy.
-pub(super) fn regions(device: Device, dst: &Bound<'_, PyAny>, src: &Bound<'_, PyAny>) -> PyResult<(Region, Region)> {
-    let (to, from) = (Region::of(device, dst, "dst")?, Region::of(device, src, "src")?);
+pub(super) fn regions(
+    device: Device,
+    place: &str,
+    dst: &Bound<'_, PyAny>,
+    src: &Bound<'_, PyAny>,
+) -> PyResult<(Region, Region)> {
+    let (to, from) = (Region::of(device, place, dst, "dst")?, Region::of(device, place, src, "src")?);
     let refusal = if !to.writable {
         "dst is read-only".to_owned()
     } else if to.bytes != from.bytes {
@@ -91,12 +97,17 @@ pub(super) fn regions(device: Device, dst: &Bound<'_, PyAny>, src: &Bound<'_, Py
 }
 
 /// What a fill writes to, and with what.
-pub(super) fn filled(device: Device, dst: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>) -> PyResult<(Region, Pattern)> {
+pub(super) fn filled(
+    device: Device,
+    place: &str,
+    dst: &Bound<'_, PyAny>,
+    value: &Bound<'_, PyAny>,
+) -> PyResult<(Region, Pattern)> {
     static PATTERN: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let py = dst.py();
     let (width, bits): (usize, u32) =
         PATTERN.import(py, "rstream._arrays", "pattern")?.call1((dst, value))?.extract()?;
-    let to = Region::of(device, dst, "dst")?;
+    let to = Region::of(device, place, dst, "dst")?;
     if !to.writable {
         return Err(exception(py, &Error::invalid("dst is read-only")));
     }

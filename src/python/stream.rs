@@ -48,6 +48,9 @@ pub(super) fn clamped(priority: i64) -> i32 {
 #[pyclass(name = "Stream", module = "rstream", frozen, weakref)]
 pub(super) struct StreamPy(pub(super) Stream);
 
+/// Where memory of copies and fills is used, in errors.
+const PLACE: &str = "on a stream";
+
 /// What `add_native_callback` calls.
 type NativeFunction = unsafe extern "C" fn(*mut c_void);
 type NativeCallback = unsafe extern "C" fn(u32, *mut c_void);
@@ -513,7 +516,7 @@ impl StreamPy {
     fn copy(slf: &Bound<'_, Self>, dst: &Bound<'_, PyAny>, src: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = slf.py();
         let stream = &slf.get().0;
-        let (to, from) = regions(stream.device(), dst, src)?;
+        let (to, from) = regions(stream.device(), PLACE, dst, src)?;
         to.wait_for_producer(slf)?;
         from.wait_for_producer(slf)?;
         call(py, move |api| {
@@ -529,7 +532,7 @@ impl StreamPy {
     fn fill(slf: &Bound<'_, Self>, dst: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = slf.py();
         let stream = &slf.get().0;
-        let (to, pattern) = filled(stream.device(), dst, value)?;
+        let (to, pattern) = filled(stream.device(), PLACE, dst, value)?;
         to.wait_for_producer(slf)?;
         let count = to.bytes / pattern.len();
         // SAFETY: as in `copy`.
