@@ -230,7 +230,7 @@ impl HostCode for Notice {
         if status.ok() {
             self.promise.run(|| (), |outcome| ticket.ended(outcome));
         } else {
-            fail(self.promise, ticket, Error::Fault { status });
+            fail(self.promise, ticket, Error::NotReached { status });
         }
     }
 }

@@ -135,6 +135,8 @@ pub(crate) unsafe fn status(driver: &Driver, stream: CUstream) -> Result<Capture
     match unsafe { driver.cuStreamIsCapturing(stream, &raw mut status) } {
         // Older than captures: there is none.
         Err(Error::DriverTooOld { .. }) => Ok(CaptureStatus::None),
+        // Nobody who meant another call has heard of this function.
+        Err(Error::Driver { status, .. }) => Err(Error::Unusable { status }),
         other => other.map(|()| CaptureStatus::of(status)),
     }
 }

@@ -147,6 +147,12 @@ impl Status {
             _ => return None,
         })
     }
+
+    /// Writes what `teller` says: the code and what to do.
+    fn told_by(self, f: &mut fmt::Formatter<'_>, teller: &str) -> fmt::Result {
+        write!(f, "{teller}: {self}")?;
+        self.remedy().map_or(Ok(()), |remedy| write!(f, ". {remedy}"))
+    }
 }
 
 impl fmt::Debug for Status {
@@ -172,8 +178,25 @@ pub enum Error {
         /// The driver's function.
         function: &'static str,
     },
+    /// The driver answered with a code when it was asked whether the stream can take work, which comes before the call.
+    Unusable {
+        /// The code.
+        status: Status,
+    },
+    /// There is no memory for a buffer.
+    OutOfMemory {
+        /// The driver's function.
+        function: &'static str,
+        /// How many bytes were asked for.
+        bytes: usize,
+    },
     /// Work that was queued before failed on the device, so this host code was not run.
     Fault {
+        /// The code of the failure.
+        status: Status,
+    },
+    /// Work that was queued before failed on the device, so this point of the stream was not reached.
+    NotReached {
         /// The code of the failure.
         status: Status,
     },
@@ -261,7 +284,12 @@ impl Error {
     #[must_use]
     pub fn status(&self) -> Status {
         match self {
-            Error::Driver { status, .. } | Error::Fault { status } | Error::Capture { status, .. } => *status,
+            Error::Driver { status, .. }
+            | Error::Unusable { status }
+            | Error::Fault { status }
+            | Error::NotReached { status }
+            | Error::Capture { status, .. } => *status,
+            Error::OutOfMemory { .. } => Status::OUT_OF_MEMORY,
             Error::NoDriver { .. } => Status::NO_DEVICE,
             Error::DriverTooOld { .. } => Status::CALL_REQUIRES_NEWER_DRIVER,
             Error::NotPermitted { .. } => Status::NOT_PERMITTED,
@@ -288,9 +316,10 @@ impl fmt::Display for Version {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Error::Driver { status, function } => {
-                write!(f, "{function}: {status}")?;
-                status.remedy().map_or(Ok(()), |remedy| write!(f, ". {remedy}"))
+            Error::Driver { status, function } => status.told_by(f, function),
+            Error::Unusable { status } => status.told_by(f, "the stream cannot be used"),
+            Error::OutOfMemory { function, bytes } => {
+                write!(f, "{function}: {}. {bytes} bytes were asked for", Status::OUT_OF_MEMORY)
             }
             Error::GraphUpdate { reason } => {
                 let changed = match reason {
@@ -306,6 +335,7 @@ impl fmt::Display for Error {
                 )
             }
             Error::Fault { status } => write!(f, "not run, since earlier work failed: {status}"),
+            Error::NotReached { status } => write!(f, "not reached, since earlier work failed: {status}"),
             Error::NoDriver { reason } => {
                 write!(f, "{reason}. For the software device use Device(\"soft\"), or set RSTREAM_DEVICE=soft")
             }

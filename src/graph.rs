@@ -25,7 +25,7 @@ use crate::drawing;
 use crate::driver::{Driver, Kind};
 use crate::error::{Error, Refused, Result, Status};
 use crate::event::Event;
-use crate::memory::{Buffer, Pattern, same_size};
+use crate::memory::{Buffer, Pattern, same_size, unfillable};
 use crate::reaper::{self, MayBlock, Relaxed};
 use crate::stream::Stream;
 
@@ -905,6 +905,7 @@ impl Graph {
             // SAFETY: as for a copy.
             unsafe { driver.cuGraphAddMemsetNode(node, graph, nodes, count, &raw const params, context) }
         })
+        .map_err(|error| unfillable(api, self.inner.device, dst, error))
     }
 
     /// Adds a node that records `event` at each launch (`cuGraphAddEventRecordNode`). The graph keeps it alive.

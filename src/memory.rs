@@ -265,14 +265,22 @@ impl Buffer {
             let cached = cache().get_mut(&class).and_then(Vec::pop);
             address = match cached {
                 Some(address) => address,
-                None => class.allocate(api).or_else(|error| {
-                    // What the cache holds may be what is missing.
-                    if error.status() == Status::OUT_OF_MEMORY && device.free_cached_memory(api)? > 0 {
-                        class.allocate(api)
-                    } else {
-                        Err(error)
-                    }
-                })?,
+                None => class
+                    .allocate(api)
+                    .or_else(|error| {
+                        // What the cache holds may be what is missing.
+                        if error.status() == Status::OUT_OF_MEMORY && device.free_cached_memory(api)? > 0 {
+                            class.allocate(api)
+                        } else {
+                            Err(error)
+                        }
+                    })
+                    .map_err(|error| match error {
+                        Error::Driver { status: Status::OUT_OF_MEMORY, function } => {
+                            Error::OutOfMemory { function, bytes: len }
+                        }
+                        other => other,
+                    })?,
             };
         }
         Ok(Buffer { inner: Arc::new(Inner { class, address, len, attached: AtomicBool::new(false) }) })
@@ -499,10 +507,27 @@ impl Stream {
         if count == 0 {
             return Ok(());
         }
-        ready.submit(Box::new(keep), |driver, stream| {
-            // SAFETY: the stream is alive; the range is the caller's promise.
-            unsafe { pattern.write(driver, stream, dst, count) }
-        })
+        ready
+            .submit(Box::new(keep), |driver, stream| {
+                // SAFETY: the stream is alive; the range is the caller's promise.
+                unsafe { pattern.write(driver, stream, dst, count) }
+            })
+            .map_err(|error| unfillable(api, self.device(), dst, error))
+    }
+}
+
+/// Says what the driver's refusal of a fill was about, where it is that the address is none of its own.
+pub(crate) fn unfillable(api: &Api<'_>, device: Device, dst: u64, error: Error) -> Error {
+    if error.status() != Status::INVALID_VALUE {
+        return error;
+    }
+    let _relaxed = Relaxed::enter(device.driver());
+    match pointer_info(api, device, dst) {
+        Ok(None) => Error::invalid(
+            "dst: plain (pageable) host memory, such as NumPy's own, cannot be filled by the device: use pinned, managed \
+             or device memory",
+        ),
+        _ => error,
     }
 }
 

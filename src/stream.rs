@@ -1065,7 +1065,7 @@ pub(crate) fn query(raw: &RawStream) -> Result<bool> {
     // SAFETY: the handle is alive as long as this is.
     match unsafe { raw.device.driver().cuStreamQuery(raw.handle) } {
         Ok(()) => Ok(true),
-        Err(error) if error.status() == Status::NOT_READY => Ok(false),
+        Err(Error::Driver { status: Status::NOT_READY, .. }) => Ok(false),
         Err(error) => Err(error),
     }
 }

@@ -41,9 +41,10 @@ fn behind_a_fault_callbacks_run_once_with_the_status_and_nothing_else_runs() {
         function.wait_done(None, &mut || false)?;
         assert_eq!(function.status(), Some(fault));
         assert_eq!(function.into_result(None), Err(not_run.clone()));
-        assert_eq!(continuation.into_result(None), Err(not_run.clone()));
-        assert_eq!(notice.into_result(None), Err(not_run.clone()));
-        assert_eq!(mark.into_result(None), Err(not_run));
+        assert_eq!(continuation.into_result(None), Err(not_run));
+        let not_reached = Error::NotReached { status: fault };
+        assert_eq!(notice.into_result(None), Err(not_reached.clone()));
+        assert_eq!(mark.into_result(None), Err(not_reached));
         assert_eq!(runs.load(Ordering::Acquire), 1);
         assert_eq!(stream.pending(), 0);
 
@@ -55,6 +56,7 @@ fn behind_a_fault_callbacks_run_once_with_the_status_and_nothing_else_runs() {
         ] {
             assert_eq!(result.unwrap_err().status(), fault);
         }
+        assert_eq!(stream.query(api), Err(Error::Unusable { status: fault }));
         let refused = stream.add_callback(api, |_| 3).unwrap_err();
         assert_eq!(refused.error.status(), fault);
         assert_eq!((refused.returned)(fault), 3);

@@ -27,6 +27,7 @@ def test_shape_and_dtype_are_as_in_numpy(device, kind, shape, expected):
     assert array.device == device
     assert array.ptr != 0
     assert kind.capitalize() in repr(array)
+    assert repr(array).rpartition(" on ")[2] == repr(rs.Graph(device)).rpartition(" on ")[2]
     assert MAKERS[kind](2, device=device).dtype == np.float64
 
 
@@ -90,8 +91,10 @@ def test_bad_dtypes_sizes_and_options_are_named(device):
         rs.pinned_empty(3, "no dtype", device)
     with pytest.raises(rs.InvalidValueError, match="too many"):
         rs.device_empty((2**40, 2**40), device=device)
-    with pytest.raises(rs.OutOfMemoryError):
-        rs.device_empty(2**60, np.uint8, device)
+    for make in MAKERS.values():
+        with pytest.raises(rs.OutOfMemoryError, match=f"{2**60 + 7} bytes were asked for") as refused:
+            make(2**60 + 7, np.uint8, device)
+        assert refused.value.code == 2
     with pytest.raises(rs.InvalidValueError, match="single"):
         rs.managed_empty(3, device=device, attach="single")
     with pytest.raises(rs.InvalidValueError, match="soft:1"):
@@ -220,6 +223,21 @@ def test_a_value_that_cannot_fill_is_named(stream, device):
     with pytest.raises(TypeError, match="list"):
         stream.fill([1], 1)
     assert stream.query()
+
+
+@pytest.mark.soft_only
+def test_memory_that_the_device_cannot_fill_is_named(stream, device):
+    plain = np.ones(4)
+    for fill in (stream.fill, rs.Graph(device).add_memset_node):
+        with pytest.raises(rs.InvalidValueError, match=r"^dst: plain \(pageable\) .* NumPy") as refused:
+            fill(plain, 0)
+        assert refused.value.code == 1
+    assert plain.sum() == 4
+    pinned = np.asarray(rs.pinned_empty(4, np.uint8, device))
+    pinned[:] = 1
+    stream.fill(pinned[1:3], 2)
+    stream.synchronize(30)
+    assert pinned.tolist() == [1, 2, 2, 1]
 
 
 def test_memory_of_collected_arrays_is_used_again(stream, device):

@@ -32,6 +32,7 @@ def test_behind_a_fault_callbacks_run_once_and_nothing_else_runs(program):
             assert type(error) is rs.DeviceFaultError and error.code == 700, repr(error)
             assert error.name == "CUDA_ERROR_ILLEGAL_ADDRESS"
             assert completion.status == 700
+            assert str(error).startswith("not reached, " if completion is notice else "not run, "), error
         assert all(completion.exception() is None for completion in callbacks)
         assert stream.pending == 0
         for call in (stream.query, stream.synchronize, other.synchronize, event.query, rs.Stream, rs.Event,
@@ -41,6 +42,7 @@ def test_behind_a_fault_callbacks_run_once_and_nothing_else_runs(program):
             except rs.DeviceFaultError as error:
                 assert error.code == 700
                 assert "Earlier work of the device has failed" in str(error), error
+                assert "cuStreamIsCapturing" not in str(error), error
             else:
                 raise AssertionError(call)
         assert stream.pending == 0 and other.pending == 0
