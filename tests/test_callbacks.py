@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import gc
 import threading
 import weakref
@@ -352,6 +354,41 @@ def test_continuations_may_wait_for_one_another(device):
     chain = [rs.Stream(device).then(lambda: completion.result(30)) for _ in range(20)]
     late.set()
     assert [link.result(30) for link in chain] == ["inner"] * 20
+
+
+async def step(*_args):
+    raise AssertionError("it is never started")
+
+
+class Steps:
+    async def __call__(self, *_args):
+        await step()
+
+    async def method(self, *_args):
+        await step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(step, "step"), (functools.partial(step, 1), "partial"), (Steps(), "Steps"), (Steps().method, r"Steps\.method")],
+    ids=["function", "partial", "object", "method"],
+)
+def test_a_coroutine_function_is_refused_by_name_when_it_is_called(stream, kind, function, name):
+    before = rs.stats()
+    completion = getattr(stream, kind)(function)
+    with pytest.raises(TypeError, match=f"{name}.* is a coroutine function, and host code is not awaited"):
+        completion.result(30)
+    after = rs.stats()
+    assert (after["run"] - before["run"], after["failed"] - before["failed"]) == (0, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_host_code_may_return_a_coroutine_on_purpose(stream, kind):
+    async def later():
+        return 5
+
+    assert asyncio.run(enqueue(stream, kind, lambda: later()).result(30)) == 5
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -449,6 +449,23 @@ def test_a_loop_is_woken_up_once_for_all_that_is_due(stream):
     assert wakes == 1
 
 
+def test_a_coroutine_function_is_no_done_callback(stream, lost):
+    async def tell(completion):
+        raise AssertionError("it is never started")
+
+    with rs.testing.hold(stream):
+        completion = stream.then(int)
+        completion.add_done_callback(tell)
+    assert completion.result(30) == 0
+    lost.wait(1)
+    # At once.
+    completion.add_done_callback(tell)
+    lost.wait(2)
+    for error in lost.exceptions:
+        assert isinstance(error, TypeError)
+        assert "tell is a coroutine function, and host code is not awaited" in str(error)
+
+
 def test_gather_gives_results_in_order_and_the_first_failure_when_all_are_done(stream, run):
     async def main():
         with rs.testing.hold(stream):

@@ -155,6 +155,23 @@ def test_bad_functions_fills_and_children(graph, device):
     assert graph.nodes == []
 
 
+def test_a_coroutine_function_is_an_error_of_its_node(graph, stream):
+    async def step(*_args):
+        raise AssertionError("it is never started")
+
+    with stream.capture(graph=graph):
+        captured = stream.launch_host_func(step)
+    added = graph.add_host_node(step, dependencies=captured)
+    exec, told = graph.instantiate(), []
+    exec.on_error(told.append)
+    exec.launch(stream)
+    stream.synchronize(30)
+    assert [captured.errors, added.errors] == [[told[0]], [told[1]]]
+    for error in told:
+        assert isinstance(error, TypeError)
+        assert "step is a coroutine function, and host code is not awaited" in str(error)
+
+
 def test_a_clone_is_a_graph_of_its_own(graph, stream):
     seen = []
     node = graph.add_host_node(seen.append, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from concurrent.futures import CancelledError
+from types import CoroutineType
 from typing import Any
 
 from rstream import _core
@@ -147,6 +149,17 @@ _BY_CODE: dict[int, type[CudaError]] = {
     909: WaitTimeoutError,
     910: GraphUpdateError,
 }
+
+
+def not_awaited(function: Any, coroutine: CoroutineType[Any, Any, Any]) -> TypeError | None:
+    """The error of a coroutine function as host code; None for a function that returns a coroutine on purpose."""
+    if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+        return None
+    coroutine.close()
+    name = getattr(function, "__qualname__", None) or repr(function)
+    return TypeError(
+        f"{name} is a coroutine function, and host code is not awaited: await the completion, then call it"
+    )
 
 
 def build(kind: str, code: int, message: str) -> BaseException:

@@ -15,8 +15,8 @@ use pyo3::types::PyTuple;
 use super::awaiting::Await;
 use super::errors::{PyResultExt as _, exception};
 use super::gate::{Buried, Debt, Objects};
-use super::worker::{Outcome, status_object};
-use super::{gate, interruptibly, timeout};
+use super::worker::{Outcome, refuse_coroutine, status_object};
+use super::{gate, interruptibly, timeout, worker};
 use crate::completion::{Completion, HookId, INTERRUPT_CHECK, may_wait};
 use crate::error::{Error, Result};
 use crate::executor::{CONTINUATIONS, Executor, Job, NEWS};
@@ -375,7 +375,7 @@ impl CompletionPy {
         }
         let inner = Arc::clone(&slf.get().inner);
         if inner.is_done() {
-            match function.call1((slf,)) {
+            match function.call1((slf,)).and_then(|result| refuse_coroutine(function, result)) {
                 // What is no error of the function's, such as Ctrl-C, is its caller's.
                 Err(error) if !error.is_instance_of::<PyException>(py) => return Err(error),
                 Err(error) => gate::report(py, error, Some(function)),
@@ -403,7 +403,7 @@ impl CompletionPy {
     }
 
     fn call_back(py: Python<'_>, (completion, function): (Py<CompletionPy>, Py<PyAny>)) {
-        let called = PyTuple::new(py, [&completion]).and_then(|args| gate::call(function.bind(py), &args, None));
+        let called = PyTuple::new(py, [&completion]).and_then(|args| worker::call(function.bind(py), &args, None));
         match called {
             Ok(value) => gate::let_go(py, value.unbind()),
             Err(error) => gate::report(py, error, Some(function.bind(py))),

@@ -167,8 +167,34 @@ impl Call {
             None => args,
         };
         let kwargs = self.kwargs.as_ref().map(|kwargs| kwargs.bind(py));
-        gate::call(self.function.bind(py), args, kwargs).map(Bound::unbind)
+        call(self.function.bind(py), args, kwargs).map(Bound::unbind)
     }
+}
+
+/// Calls host code: as [`gate::call`], and refuses a coroutine function.
+pub(super) fn call<'py>(
+    function: &Bound<'py, PyAny>,
+    args: &Bound<'py, PyTuple>,
+    kwargs: Option<&Bound<'py, PyDict>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    gate::call(function, args, kwargs).and_then(|result| refuse_coroutine(function, result))
+}
+
+/// The result of host code, unless it is the coroutine of a coroutine function, which nobody would await. To ask the
+/// function before it is queued would cost every other one more.
+pub(super) fn refuse_coroutine<'py>(
+    function: &Bound<'py, PyAny>,
+    result: Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    static COROUTINE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    static NOT_AWAITED: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let py = function.py();
+    if result.get_type_ptr().cast() != COROUTINE.import(py, "types", "CoroutineType")?.as_ptr() {
+        return Ok(result);
+    }
+    let args = PyTuple::new(py, [function, &result])?;
+    let error = gate::call(NOT_AWAITED.import(py, "rstream._errors", "not_awaited")?, &args, None)?;
+    if error.is_none() { Ok(result) } else { Err(PyErr::from_value(error)) }
 }
 
 /// Gets the exceptions of host functions of graphs. Held by the executable that it was given to.
@@ -234,7 +260,7 @@ impl HostErrors {
             gate::report(py, PyErr::from_value(value.clone()), Some(function));
         }
         for handler in handlers {
-            let told = PyTuple::new(py, [&value]).and_then(|args| gate::call(handler.0.bind(py), &args, None));
+            let told = PyTuple::new(py, [&value]).and_then(|args| call(handler.0.bind(py), &args, None));
             if let Err(error) = told {
                 gate::report(py, error, Some(handler.0.bind(py)));
             }
