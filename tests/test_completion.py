@@ -503,6 +503,13 @@ def test_gather_gives_results_in_order_and_the_first_failure_when_all_are_done(s
         assert [type(result) for result in results] == [SystemExit, int]
         with pytest.raises(TypeError, match="is no Completion"):
             await rs.gather([good, 1])
+        for all_of_them in ([good, good], [good]):
+            with pytest.raises(TypeError, match=r"gather\(\[a, b\]\)"):
+                await rs.gather(*all_of_them)
+        for source in (stream, stream.record()):
+            with pytest.raises(TypeError, match=r"is no Completion: its \.completion\(\) is one"):
+                await rs.gather([good, source])
+            assert await rs.gather([source.completion()]) == [None]
 
         async def given_up(completion):
             # Cancelled before it waits.

@@ -323,6 +323,15 @@ def test_a_function_of_a_library_is_called(signalled):
     assert done.result(30) is None
 
 
+@pytest.mark.parametrize("function", [LIBC.free, ctypes.CFUNCTYPE(None)(print), print, None])
+def test_what_is_no_address_is_told_how_to_get_one(signalled, function):
+    with pytest.raises(TypeError, match=r"address: expected an integer, .* ctypes\.cast\(f, ctypes\.c_void_p\)\.value"):
+        signalled.add_native_callback(function)
+    with pytest.raises(OverflowError):
+        signalled.add_native_callback(-1)
+    assert signalled.pending == 0
+
+
 def test_a_native_callback_after_a_fault(program):
     program(
         """

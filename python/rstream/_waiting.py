@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from rstream import _core
@@ -37,7 +37,8 @@ def _set(completions: Iterable[_core.Completion[Any]]) -> set[_core.Completion[A
     result = set(completions)
     for completion in result:
         if not isinstance(completion, _core.Completion):
-            raise TypeError(f"{completion!r} is no Completion")
+            hint = ": its .completion() is one" if isinstance(completion, _core.Stream | _core.Event) else ""
+            raise TypeError(f"{completion!r} is no Completion{hint}")
     return result
 
 
@@ -98,13 +99,18 @@ async def gather(
 async def gather(
     completions: Iterable[_core.Completion[_T]], *, return_exceptions: bool
 ) -> list[_T | BaseException]: ...
-async def gather(completions: Iterable[_core.Completion[Any]], *, return_exceptions: bool = False) -> list[Any]:
+async def gather(
+    completions: Iterable[_core.Completion[Any]], *others: object, return_exceptions: bool = False
+) -> list[Any]:
     """Await completions and return their results in the order given, as `asyncio.gather` does, without a task for each.
 
     Once all are done, the first failure in that order is raised, or with `return_exceptions` each takes the place of
     its result; a completion that was cancelled has failed with `asyncio.CancelledError`. To cancel the await is to stop
     waiting: the host code still runs. Raises `TypeError` for what is no completion.
     """
+    if others or isinstance(completions, Awaitable):
+        # As asyncio.gather takes them.
+        raise TypeError("gather takes one iterable of completions: write gather([a, b]), not gather(a, b)")
     given = list(completions)
     _set(given)
     task = asyncio.current_task()

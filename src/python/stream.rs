@@ -55,6 +55,20 @@ const PLACE: &str = "on a stream";
 type NativeFunction = unsafe extern "C" fn(*mut c_void);
 type NativeCallback = unsafe extern "C" fn(u32, *mut c_void);
 
+/// The address of a function, as an integer.
+fn native_address(function: &Bound<'_, PyAny>) -> PyResult<usize> {
+    let py = function.py();
+    function.extract().map_err(|error: PyErr| {
+        if !error.is_instance_of::<PyTypeError>(py) {
+            return error;
+        }
+        let kind = function.get_type().name().map_or_else(|_| "this".into(), |name| name.to_string());
+        PyTypeError::new_err(format!(
+            "a {kind} is no address: expected an integer, of a ctypes function f ctypes.cast(f, ctypes.c_void_p).value"
+        ))
+    })
+}
+
 impl StreamPy {
     /// Queues a Python callable by `enqueue`. When that is refused the callable and its arguments are let go of before
     /// the exception is raised.
@@ -462,7 +476,7 @@ impl StreamPy {
     fn add_native_callback(
         &self,
         py: Python<'_>,
-        address: usize,
+        #[pyo3(from_py_with = native_address)] address: usize,
         user_data: usize,
         keep_alive: Option<Py<PyAny>>,
         status: bool,
