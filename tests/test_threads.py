@@ -373,9 +373,9 @@ def test_news_needs_no_worker_of_continuations(device, stream, wait):
         entered.release()
         wait(news)
 
+    streams = [rs.Stream(device) for _ in range(260)]
     with rs.testing.hold(stream):
         news = stream.completion()
-        streams = [rs.Stream(device) for _ in range(260)]
         waiting = [stream.then(block) for stream in streams]
         for _ in range(256):
             assert entered.acquire(timeout=60)
