@@ -31,9 +31,9 @@ struct Inner {
     memory_signal: bool,
     /// Events without timing that nobody uses at the moment.
     events: Mutex<Vec<RawEvent>>,
-    /// Streams were reserved.
+    /// How often streams may still be reserved before the first of Python's: no more once it has worked.
     #[cfg(feature = "python")]
-    reserved: Mutex<bool>,
+    reservations: Mutex<u32>,
 }
 
 // SAFETY: a context handle may be used from any thread (driver reference 3.15); everything else is plain data or locked.
@@ -320,12 +320,12 @@ impl Device {
         unsafe { self.0.driver.cuCtxSetCurrent(self.0.context) }
     }
 
-    /// As [`Device::reserve_streams`], but not again once it has worked. Whoever comes meanwhile waits.
+    /// As [`Device::reserve_streams`], but not again once it has worked, or failed three times. Whoever comes meanwhile waits.
     #[cfg(feature = "python")]
     pub(crate) fn reserve_streams_once(self, api: &Api<'_>, count: usize) {
-        let mut reserved = self.0.reserved.lock().unwrap_or_else(PoisonError::into_inner);
-        if !*reserved {
-            *reserved = self.reserve_streams(api, count).is_ok();
+        let mut left = self.0.reservations.lock().unwrap_or_else(PoisonError::into_inner);
+        if *left > 0 {
+            *left = if self.reserve_streams(api, count).is_ok() { 0 } else { *left - 1 };
         }
     }
 
@@ -362,7 +362,7 @@ impl Inner {
             memory_signal: false,
             events: Mutex::new(Vec::new()),
             #[cfg(feature = "python")]
-            reserved: Mutex::new(false),
+            reservations: Mutex::new(3),
         };
         let mut name = [0_u8; 256];
         // SAFETY: each call writes what it is named for; `name` has the length that is passed.

@@ -9,9 +9,10 @@ use std::time::Duration;
 use cudarc::driver::sys::CUevent;
 
 use crate::api::Api;
-use crate::callback::{self, Notice};
+use crate::callback;
 use crate::completion::{self, Completion, Promise};
 use crate::device::Device;
+use crate::driver::is_forked_child;
 use crate::error::{Error, Result, Status};
 use crate::graph::Sequence;
 use crate::poller;
@@ -43,11 +44,34 @@ impl EventOptions {
 pub(crate) struct RawEvent {
     device: Device,
     handle: CUevent,
+    /// Held while the host asks for it, which never blocks: nobody records it in a capture meanwhile, where asking breaks that.
+    mark: Mutex<Mark>,
     /// To be told when the record that it has is reached. The polling thread asks for it: a stream that waits for an event takes
-    /// a hardware channel, and to make one may mean to wait for all others. Held while the event is asked, which never blocks.
+    /// a hardware channel, and to make one may mean to wait for all others. Held while the polling thread asks.
     waiting: Mutex<Vec<Promise<()>>>,
-    /// How many wait for the record that it has, so that it must not be recorded anew.
+    /// How many wait for the record that it has, so that it must not be recorded anew. Counted up under `mark`.
     awaited: AtomicUsize,
+}
+
+/// What an event of the driver's stands for.
+struct Mark {
+    record: Record,
+    /// Not only rstream records it: its handle was given out, or a graph has it. So it stays its [`Event`]'s.
+    shared: bool,
+}
+
+impl Mark {
+    /// For the host to ask for it under the lock.
+    fn refuse_captured(&self) -> Result<()> {
+        if let Record::Captured(_) = self.record {
+            return Err(Error::capture(
+                Status::CAPTURED_EVENT,
+                "the event was last recorded in a capture, so it stands for work that never runs by itself, and asking \
+                 for it would break the capture: record it outside, or use another event as an external one",
+            ));
+        }
+        Ok(())
+    }
 }
 
 // SAFETY: events may be used from any thread (driver reference 3.15).
@@ -65,16 +89,27 @@ impl RawEvent {
         let mut handle: CUevent = ptr::null_mut();
         // SAFETY: writes one handle.
         unsafe { device.driver().cuEventCreate(&raw mut handle, flags) }?;
-        Ok(RawEvent { device, handle, waiting: Mutex::default(), awaited: AtomicUsize::new(0) })
+        let mark = Mutex::new(Mark { record: Record::Never, shared: false });
+        Ok(RawEvent { device, handle, mark, waiting: Mutex::default(), awaited: AtomicUsize::new(0) })
+    }
+
+    // Nothing foreign runs under either lock, so a poisoned one still guards a sound state.
+    fn mark(&self) -> MutexGuard<'_, Mark> {
+        self.mark.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn waiting(&self) -> MutexGuard<'_, Vec<Promise<()>>> {
-        // Nothing foreign runs under the lock, so a poisoned one still guards a sound state.
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has the polling thread tell these, who are counted as awaiting it.
-    fn watch(self: &Arc<Self>, promises: impl IntoIterator<Item = Promise<()>>) {
+    /// How it was recorded last.
+    pub(crate) fn record(&self) -> Record {
+        self.mark().record
+    }
+
+    /// Has the polling thread tell these when the record that it has is reached. Called under `mark`, if others have it.
+    fn watch(self: &Arc<Self>, promises: Vec<Promise<()>>) {
+        self.awaited.fetch_add(promises.len(), Ordering::Relaxed);
         let mut waiting = self.waiting();
         let new = waiting.is_empty();
         waiting.extend(promises);
@@ -82,6 +117,12 @@ impl RawEvent {
         if new {
             poller::ask(Arc::clone(self));
         }
+    }
+
+    /// Those whom the polling thread would tell.
+    fn take(&self, waiting: &mut Vec<Promise<()>>) -> Vec<Promise<()>> {
+        self.awaited.fetch_sub(waiting.len(), Ordering::Release);
+        std::mem::take(waiting)
     }
 
     /// Asks it, for those who wait: they are to be told the status. `None`: not yet. Called by the polling thread.
@@ -97,36 +138,14 @@ impl RawEvent {
             // Any other refusal says nothing about the work before it.
             Ok(false) | Err(_) => return None,
         };
-        self.awaited.fetch_sub(waiting.len(), Ordering::Release);
-        Some((status, std::mem::take(&mut waiting)))
+        Some((status, self.take(&mut waiting)))
     }
 
-    /// Has a stream that waits for it tell those whom the polling thread would. They count as awaiting it until it does.
-    fn hand_over(self: &Arc<Self>, api: &Api<'_>) -> Result<()> {
-        let promises = std::mem::take(&mut *self.waiting());
-        let notice = match self.notice_stream(api) {
-            Ok(notice) => notice,
-            Err(error) => {
-                self.watch(promises);
-                return Err(error);
-            }
-        };
-        let mut promises = promises.into_iter();
-        while let Some(promise) = promises.next() {
-            if let Err((error, Notice { promise })) = notice.enqueue(api, Notice { promise }) {
-                self.watch(std::iter::once(promise).chain(promises));
-                return Err(error);
-            }
-            self.awaited.fetch_sub(1, Ordering::Release);
-        }
-        Ok(())
-    }
-
-    /// A stream that waits for the record that it has.
-    fn notice_stream(&self, api: &Api<'_>) -> Result<Stream> {
-        let notice = Stream::new(api, self.device, StreamOptions::default())?;
-        notice.wait_raw_event(api, self)?;
-        Ok(notice)
+    /// Whether it is reached, for anybody.
+    fn is_reached(&self) -> Result<bool> {
+        let mark = self.mark();
+        mark.refuse_captured()?;
+        self.query()
     }
 
     pub(crate) fn device(&self) -> Device {
@@ -203,47 +222,14 @@ pub(crate) enum Record {
     Captured(Sequence),
 }
 
-/// The driver's event of an [`Event`], and what it stands for.
-struct State {
-    raw: Option<Arc<RawEvent>>,
-    record: Record,
-    /// Not only rstream records it: its handle was given out, or a graph has it. So it stays the event's.
-    shared: bool,
-}
-
-impl State {
-    fn raw(&self) -> Result<&Arc<RawEvent>> {
-        self.raw.as_ref().ok_or(Error::Closed { what: "Event" })
-    }
-
-    /// The event, for the host to ask for it under the lock.
-    fn to_ask(&self) -> Result<&Arc<RawEvent>> {
-        let raw = self.raw()?;
-        if let Record::Captured(_) = self.record {
-            return Err(Error::capture(
-                Status::CAPTURED_EVENT,
-                "the event was last recorded in a capture, so it stands for work that never runs by itself, and asking \
-                 for it would break the capture: record it outside, or use another event as an external one",
-            ));
-        }
-        Ok(raw)
-    }
-
-    /// Whether somebody waits for the record that it has.
-    fn is_awaited(&self) -> bool {
-        self.raw.as_ref().is_some_and(|raw| raw.awaited.load(Ordering::Acquire) > 0)
-    }
-}
+const CLOSED: Error = Error::Closed { what: "Event" };
 
 struct Inner {
     device: Device,
     options: EventOptions,
-    /// Held while the host asks for it, which never blocks: nobody records it in a capture meanwhile, where asking breaks that.
-    state: Mutex<State>,
+    raw: Mutex<Option<Arc<RawEvent>>>,
     /// Held while it is recorded, which may block.
     recording: Mutex<()>,
-    /// Held while those who wait for it are handed over to a stream, which may block.
-    sharing: Mutex<()>,
 }
 
 /// A mark that is recorded in a stream, and reached when the work before it is done. A cheap, shared handle.
@@ -274,98 +260,66 @@ impl Event {
         let _bound = device.bind(api)?;
         let raw = RawEvent::new(device, options.flags())?;
         Ok(Event {
-            inner: Arc::new(Inner {
-                device,
-                options,
-                state: Mutex::new(State { raw: Some(Arc::new(raw)), record: Record::Never, shared: false }),
-                recording: Mutex::new(()),
-                sharing: Mutex::new(()),
-            }),
+            inner: Arc::new(Inner { device, options, raw: Mutex::new(Some(Arc::new(raw))), recording: Mutex::new(()) }),
         })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        // Nothing foreign runs under the lock, so a poisoned one still guards a sound state.
-        self.inner.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn slot(&self) -> MutexGuard<'_, Option<Arc<RawEvent>>> {
+        self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn recording(&self) -> MutexGuard<'_, ()> {
-        self.inner.recording.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn raw(&self) -> Result<Arc<RawEvent>> {
+        self.slot().clone().ok_or(CLOSED)
     }
 
-    /// The driver's event, and how it was recorded last.
-    pub(crate) fn raw(&self) -> Result<(Arc<RawEvent>, Record)> {
-        let state = self.state();
-        Ok((Arc::clone(state.raw()?), state.record))
-    }
-
-    /// Records it by `record`, which gets the handle. Who waits for the record of now keeps the handle that has it.
-    pub(crate) fn record_by(&self, how: Record, record: impl Fn(CUevent) -> Result<()>) -> Result<()> {
-        // One at a time, so that what is said is what the driver did last.
-        let _recording = self.recording();
-        let mut state = self.state();
-        if state.is_awaited() && !state.shared {
-            drop(state);
-            if self.record_afresh(how, &record)? {
-                return Ok(());
-            }
-            state = self.state();
-        }
-        let raw = Arc::clone(state.raw()?);
-        let before = state.record;
-        // What must not be asked is said before it is so, and what may be asked after.
-        let meanwhile = if matches!(how, Record::Captured(_)) { how } else { before };
-        state.record = meanwhile;
-        drop(state);
-        let recorded = record(raw.handle);
-        let now = if recorded.is_ok() { how } else { before };
-        if now != meanwhile {
-            self.state().record = now;
-        }
-        recorded
-    }
-
-    /// Records another event of the driver's, and has that one from now on. False: others have come to know the handle of now,
-    /// which has to be recorded then.
-    #[cold]
-    fn record_afresh(&self, how: Record, record: impl Fn(CUevent) -> Result<()>) -> Result<bool> {
-        let device = self.inner.device;
-        let fresh = device.with_context(|| RawEvent::new(device, self.inner.options.flags()))?;
-        record(fresh.handle)?;
-        let mut state = self.state();
-        if state.shared {
-            return Ok(false);
-        }
-        state.record = how;
-        // Unless it was closed. What goes is dropped without the lock.
-        let before = state.raw.as_mut().map(|raw| std::mem::replace(raw, Arc::new(fresh)));
-        drop(state);
-        drop(before);
-        Ok(true)
+    /// To record it, one at a time, so that what is said of it is what the driver did last. Taken before any gate.
+    pub(crate) fn recording(&self) -> Recording<'_> {
+        Recording { event: self, _turn: self.inner.recording.lock().unwrap_or_else(PoisonError::into_inner) }
     }
 
     /// Others may record it from now on: a stream tells those who wait for the record of now.
     pub(crate) fn share(&self, api: &Api<'_>) -> Result<()> {
-        let _sharing = self.inner.sharing.lock().unwrap_or_else(PoisonError::into_inner);
+        let _bound = self.inner.device.bind(api)?;
         loop {
-            let raw = {
-                let mut state = self.state();
-                let raw = Arc::clone(state.raw()?);
-                if raw.waiting().is_empty() {
-                    state.shared = true;
-                    return Ok(());
-                }
-                raw
-            };
-            raw.hand_over(api)?;
+            let Err(Awaited(raw)) = &self.share_idle()? else { return Ok(()) };
+            // What may block or fail comes first, and nothing has changed then.
+            let follower = self.new_stream(api)?;
+            follower.wait_raw_event(api, raw)?;
+            let behind = self.inner.device.take_event()?;
+            follower.record_raw_event(api, &behind)?;
+            let slot = self.slot();
+            if slot.as_ref().is_some_and(|now| Arc::ptr_eq(now, raw)) {
+                let mut mark = raw.mark();
+                let promises = raw.take(&mut raw.waiting());
+                mark.shared = true;
+                drop(mark);
+                drop(slot);
+                Arc::new(behind).watch(promises);
+                return Ok(());
+            }
         }
+    }
+
+    /// Others may record it from now on, if nobody is to be told of the record of now: gives its handle. Otherwise the driver's
+    /// event, which keeps that record.
+    fn share_idle(&self) -> Result<std::result::Result<CUevent, Awaited>> {
+        // Held, so that it gets no other meanwhile.
+        let slot = self.slot();
+        let raw = slot.as_ref().ok_or(CLOSED)?;
+        let mut mark = raw.mark();
+        if mark.shared || raw.waiting().is_empty() {
+            mark.shared = true;
+            return Ok(Ok(raw.handle));
+        }
+        Ok(Err(Awaited::new(raw, &mark)))
     }
 
     /// Launches of a graph record it. Until one has, it is what it was.
     pub(crate) fn recorded_at_launches(&self) {
-        let mut state = self.state();
-        if state.record == Record::Never {
-            state.record = Record::Ordinary;
+        let Ok(raw) = self.raw() else { return };
+        let mut mark = raw.mark();
+        if mark.record == Record::Never {
+            mark.record = Record::Ordinary;
         }
     }
 
@@ -388,28 +342,30 @@ impl Event {
     /// # Errors
     /// [`Error::Closed`]; if a completion is pending, [`Error::NotPermitted`] inside a callback, and what the driver answers.
     pub fn handle(&self) -> Result<usize> {
+        if !is_forked_child()
+            && let Ok(handle) = self.share_idle()?
         {
-            let mut state = self.state();
-            if state.shared || !state.is_awaited() {
-                state.shared = true;
-                return Ok(state.raw()?.handle as usize);
-            }
+            return Ok(handle as usize);
         }
         Api::attach(|api| self.share(api))??;
-        Ok(self.state().raw()?.handle as usize)
+        Ok(self.raw()?.handle as usize)
     }
 
     /// Whether it was closed.
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        self.state().raw.is_none()
+        // Who had the lock may not be in the child.
+        is_forked_child() || self.slot().is_none()
     }
 
     /// Gives the event up (`cuEventDestroy`; on the background thread inside a callback, and while something uses it or
     /// gives work to a stream).
     /// Waits that are queued for it are not affected. A second close does nothing.
     pub fn close(&self) {
-        let raw = self.state().raw.take();
+        if is_forked_child() {
+            return;
+        }
+        let raw = self.slot().take();
         if let Some(raw) = raw.and_then(Arc::into_inner) {
             reaper::release_here(self.inner.device, raw.destroy());
             // Destroyed, or about to be.
@@ -423,7 +379,7 @@ impl Event {
     /// The code of a fault; [`Error::Closed`]; [`Error::Capture`] when it was last recorded in a capture.
     pub fn query(&self, api: &Api<'_>) -> Result<bool> {
         let _bound = self.inner.device.bind(api)?;
-        self.state().to_ask()?.query()
+        self.raw()?.is_reached()
     }
 
     /// Waits until the record of this moment is reached. Returns at once if there is none. If others may record the event too
@@ -441,17 +397,9 @@ impl Event {
         interrupted: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
         let _bound = self.inner.device.bind(api)?;
-        let awaited = {
-            let state = self.state();
-            Awaited::new(Arc::clone(state.to_ask()?))
-        };
-        poll_until_done(timeout, interrupted, || {
-            let state = self.state();
-            if state.raw.as_ref().is_some_and(|now| Arc::ptr_eq(now, &awaited.0)) {
-                state.to_ask()?;
-            }
-            awaited.0.query()
-        })
+        let raw = self.raw()?;
+        let awaited = Awaited::new(&raw, &raw.mark());
+        poll_until_done(timeout, interrupted, || awaited.0.is_reached())
     }
 
     /// The time from `earlier` to this event in milliseconds, about 0.5 us exact (`cuEventElapsedTime`). Negative when
@@ -471,8 +419,9 @@ impl Event {
             return Err(Error::invalid("elapsed time: both events have to be made with timing"));
         }
         // The one question that breaks no capture.
-        let raw = |event: &Event| event.state().to_ask().cloned();
-        let (start, end) = (raw(earlier)?, raw(self)?);
+        let (start, end) = (earlier.raw()?, self.raw()?);
+        start.mark().refuse_captured()?;
+        end.mark().refuse_captured()?;
         let _bound = self.inner.device.bind(api)?;
         let _relaxed = Relaxed::enter(self.inner.device.driver());
         let mut milliseconds = 0.0_f32;
@@ -491,26 +440,83 @@ impl Event {
     pub fn completion(&self, api: &Api<'_>) -> Result<Completion<()>> {
         let watches = poller::is_started();
         let _bound = self.inner.device.bind(api)?;
+        let raw = self.raw()?;
         {
-            let state = self.state();
-            let raw = state.to_ask()?;
+            let mark = raw.mark();
+            mark.refuse_captured()?;
             if raw.query()? {
                 return Ok(callback::reached_already());
             }
-            if watches && !state.shared {
+            if watches && !mark.shared {
                 let (promise, completion) = completion::channel();
-                raw.awaited.fetch_add(1, Ordering::Relaxed);
-                raw.watch([promise]);
+                raw.watch(vec![promise]);
                 return Ok(completion);
             }
         }
-        let notice = {
-            // So that the stream does not come to wait for what is captured.
+        let follower = self.new_stream(api)?;
+        {
+            // So that it does not come to wait for what is captured.
             let _recording = self.recording();
-            let raw = Arc::clone(self.state().to_ask()?);
-            raw.notice_stream(api)?
-        };
-        notice.completion(api)
+            raw.mark().refuse_captured()?;
+            follower.wait_raw_event(api, &raw)?;
+        }
+        follower.completion(api)
+    }
+
+    fn new_stream(&self, api: &Api<'_>) -> Result<Stream> {
+        Stream::new(api, self.inner.device, StreamOptions::default())
+    }
+}
+
+/// The right to record an event, which may block.
+pub(crate) struct Recording<'a> {
+    event: &'a Event,
+    _turn: MutexGuard<'a, ()>,
+}
+
+impl Recording<'_> {
+    /// Records it by `record`, which gets the handle. Who waits for the record of now keeps the handle that has it.
+    pub(crate) fn record(&self, how: Record, record: impl Fn(CUevent) -> Result<()>) -> Result<()> {
+        let raw = self.event.raw()?;
+        let mut mark = raw.mark();
+        if !mark.shared && raw.awaited.load(Ordering::Acquire) > 0 {
+            drop(mark);
+            if self.record_afresh(&raw, how, &record)? {
+                return Ok(());
+            }
+            mark = raw.mark();
+        }
+        let before = mark.record;
+        // What must not be asked is said before it is so, and what may be asked after.
+        let meanwhile = if matches!(how, Record::Captured(_)) { how } else { before };
+        mark.record = meanwhile;
+        drop(mark);
+        let recorded = record(raw.handle);
+        let now = if recorded.is_ok() { how } else { before };
+        if now != meanwhile {
+            raw.mark().record = now;
+        }
+        recorded
+    }
+
+    /// Records another event of the driver's, which the event has instead of `known` from now on. False: others have come to know
+    /// that, so it has to be recorded.
+    #[cold]
+    fn record_afresh(&self, known: &RawEvent, how: Record, record: impl Fn(CUevent) -> Result<()>) -> Result<bool> {
+        let Inner { device, options, .. } = *self.event.inner;
+        let fresh = device.with_context(|| RawEvent::new(device, options.flags()))?;
+        record(fresh.handle)?;
+        fresh.mark().record = how;
+        let fresh = Arc::new(fresh);
+        let mut slot = self.event.slot();
+        if known.mark().shared {
+            return Ok(false);
+        }
+        // Unless it was closed. What goes is dropped without the lock.
+        let before = slot.as_mut().map(|raw| std::mem::replace(raw, Arc::clone(&fresh)));
+        drop(slot);
+        drop(before);
+        Ok(true)
     }
 }
 
@@ -518,10 +524,9 @@ impl Event {
 struct Awaited(Arc<RawEvent>);
 
 impl Awaited {
-    /// Under the lock of the event's state.
-    fn new(raw: Arc<RawEvent>) -> Awaited {
+    fn new(raw: &Arc<RawEvent>, _mark: &Mark) -> Awaited {
         raw.awaited.fetch_add(1, Ordering::Relaxed);
-        Awaited(raw)
+        Awaited(Arc::clone(raw))
     }
 }
 

@@ -915,7 +915,7 @@ impl Graph {
     pub fn add_event_record_node(&self, api: &Api<'_>, dependencies: &[Node], event: &Event) -> Result<Node> {
         self.refuse_foreign(event.device())?;
         event.share(api)?;
-        let (raw, _) = event.raw()?;
+        let raw = event.raw()?;
         let handle = raw.handle();
         let node = self.add_with(api, dependencies, raw, |driver, node, graph, dependencies| {
             // SAFETY: writes one handle; graph and dependencies exist; the graph keeps the event.
@@ -934,7 +934,7 @@ impl Graph {
         self.refuse_foreign(event.device())?;
         // The graph waits for what is recorded later, too.
         event.share(api)?;
-        let (raw, _) = event.raw()?;
+        let raw = event.raw()?;
         let handle = raw.handle();
         self.add_with(api, dependencies, raw, |driver, node, graph, dependencies| {
             // SAFETY: as for a record.

@@ -8,7 +8,7 @@ use cudarc::driver::sys::{CUdevResource, CUdevResourceDesc, CUdevResourceType, C
 use crate::api::Api;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::reaper::{self, Relaxed};
+use crate::reaper::{self, MayBlock, Relaxed};
 use crate::stream::Stream;
 
 /// The handle, which this owns.
@@ -113,6 +113,7 @@ impl GreenContext {
         const NON_BLOCKING: u32 = 1;
         let device = self.raw.device;
         let _bound = device.bind(api)?;
+        let _may_block = MayBlock::enter();
         let mut stream: CUstream = ptr::null_mut();
         // SAFETY: the green context is alive; writes one handle.
         unsafe {

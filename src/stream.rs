@@ -279,6 +279,7 @@ impl Device {
             return Err(Error::invalid(format!("room for {count} streams: at most {most} can be reserved")));
         }
         let _bound = self.bind(api)?;
+        let _may_block = MayBlock::enter();
         let mut streams = Vec::with_capacity(count);
         let made = (0..count).try_for_each(|_| create(self, StreamOptions::default()).map(|made| streams.push(made)));
         for stream in streams {
@@ -616,7 +617,8 @@ impl Stream {
     /// the other cannot take part in; what the driver answers.
     pub fn wait_event(&self, api: &Api<'_>, event: &Event) -> Result<()> {
         self.refuse_other_driver(event.device(), "an event")?;
-        let (raw, record) = event.raw()?;
+        let raw = event.raw()?;
+        let record = raw.record();
         let mut ready = self.alive(api)?;
         let _gate = Entry::take(&self.inner.gate, matches!(record, Record::Captured(_)));
         ready.look_for_capture()?;
@@ -641,6 +643,8 @@ impl Stream {
                 error
             }
         })?;
+        // Somebody may have recorded it in a capture meanwhile.
+        let record = if captured { record } else { raw.record() };
         if let (None, Record::Captured(theirs)) = (mine, record) {
             let key = (self.inner.device.kind(), theirs.id());
             gate::joined(key, &self.inner.gate);
@@ -655,6 +659,14 @@ impl Stream {
     /// Makes later work of a stream that nobody else knows wait for `event`.
     pub(crate) fn wait_raw_event(&self, api: &Api<'_>, event: &RawEvent) -> Result<()> {
         self.wait_raw(&self.alive(api)?, event)
+    }
+
+    /// Records `event` in a stream that nobody else knows.
+    pub(crate) fn record_raw_event(&self, api: &Api<'_>, event: &RawEvent) -> Result<()> {
+        let ready = self.alive(api)?;
+        let _may_block = MayBlock::enter();
+        // SAFETY: both handles are alive and of one context.
+        unsafe { self.inner.device.driver().cuEventRecord(event.handle(), ready.handle()) }
     }
 
     fn wait_raw(&self, ready: &Ready<'_>, event: &RawEvent) -> Result<()> {
@@ -672,7 +684,7 @@ impl Stream {
         self.refuse_other_driver(event.device(), "an event")?;
         // The graph waits for what is recorded later, too.
         event.share(api)?;
-        let (raw, _) = event.raw()?;
+        let raw = event.raw()?;
         let handle = raw.handle();
         self.external(api)?.submit(Box::new(raw), |driver, stream| {
             // SAFETY: both handles are alive, the event as long as the graph.
@@ -789,9 +801,10 @@ impl Stream {
     /// [`Error::InvalidValue`] for an event of another device; what the driver answers.
     pub fn record(&self, api: &Api<'_>, event: &Event) -> Result<()> {
         self.refuse_other_device(event)?;
+        let recording = event.recording();
         let ready = self.capturable(api)?;
         let captured = |capture: &capture::State| Record::Captured(Sequence::of(self.inner.device, capture.id));
-        event.record_by(ready.capture().map_or(Record::Ordinary, captured), |handle| {
+        recording.record(ready.capture().map_or(Record::Ordinary, captured), |handle| {
             // SAFETY: both handles are alive and of one context.
             unsafe { self.inner.device.driver().cuEventRecord(handle, ready.handle()) }
         })
@@ -805,7 +818,7 @@ impl Stream {
     pub fn record_external(&self, api: &Api<'_>, event: &Event) -> Result<()> {
         self.refuse_other_device(event)?;
         event.share(api)?;
-        let (raw, _) = event.raw()?;
+        let raw = event.raw()?;
         let handle = raw.handle();
         self.external(api)?.submit(Box::new(raw), |driver, stream| {
             // SAFETY: both handles are alive, the event as long as the graph.

@@ -169,3 +169,44 @@ fn a_wait_breaks_no_capture_that_gets_the_event_meanwhile() {
         Ok(())
     });
 }
+
+#[test]
+fn a_wait_for_an_event_that_others_know_ends_when_a_capture_gets_it() {
+    for closed in [false, true] {
+        with_event(|api, first, event| {
+            let second = another(api, first)?;
+            let hold = testing::hold(api, first)?;
+            first.record(api, event)?;
+            assert!(event.handle()? != 0);
+            let mut capture = None;
+            let waited = synchronize_beside(event, || {
+                capture = Some(second.begin_capture::<Relaxed>(api)?);
+                second.record(api, event)?;
+                if closed {
+                    event.close();
+                }
+                Ok(())
+            });
+            assert!(matches!(waited, Err(Error::Capture { .. })), "{waited:?}");
+            capture.expect("begun above").end(api)?;
+            hold.release();
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_callback_may_give_the_handle_out_beside_a_wait() {
+    with_event(|api, first, event| {
+        let second = another(api, first)?;
+        let hold = testing::hold(api, first)?;
+        first.record(api, event)?;
+        synchronize_beside(event, || {
+            let known = event.clone();
+            let handle = second.add_callback(api, move |_| known.handle())?.into_result(PATIENCE)??;
+            assert_eq!(event.handle()?, handle);
+            hold.release();
+            Ok(())
+        })
+    });
+}

@@ -744,7 +744,10 @@ class Event:
         """Record it behind all that is queued on `stream` so far (`cuEventRecord`)."""
 
     def query(self) -> bool:
-        """Whether it was reached, or was never recorded (`cuEventQuery`). Raises `DeviceFaultError` after a fault."""
+        """Whether it was reached, or was never recorded (`cuEventQuery`).
+
+        Raises `DeviceFaultError` after a fault, `CapturedEventError` if it was last recorded in a capture.
+        """
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait until the record of this moment is reached, at most `timeout` seconds. As `Stream.synchronize`.

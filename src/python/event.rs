@@ -78,7 +78,9 @@ impl EventPy {
         call(py, |api| stream.0.record(api, &self.0))
     }
 
-    /// Whether it was reached, or was never recorded (`cuEventQuery`). Raises `DeviceFaultError` after a fault.
+    /// Whether it was reached, or was never recorded (`cuEventQuery`).
+    ///
+    /// Raises `DeviceFaultError` after a fault, `CapturedEventError` if it was last recorded in a capture.
     fn query(&self, py: Python<'_>) -> PyResult<bool> {
         call(py, |api| self.0.query(api))
     }
