@@ -279,14 +279,12 @@ impl Event {
 
     /// Others may record it from now on: a stream tells those who wait for the record of now.
     pub(crate) fn share(&self, api: &Api<'_>) -> Result<()> {
-        let _bound = self.inner.device.bind(api)?;
         loop {
             let Err(Awaited(raw)) = &self.share_idle()? else { return Ok(()) };
             // What may block or fail comes first, and nothing has changed then.
             let follower = self.new_stream(api)?;
             follower.wait_raw_event(api, raw)?;
-            let behind = self.inner.device.take_event()?;
-            follower.record_raw_event(api, &behind)?;
+            let behind = follower.record_raw_event(api)?;
             let slot = self.slot();
             if slot.as_ref().is_some_and(|now| Arc::ptr_eq(now, raw)) {
                 let mut mark = raw.mark();
@@ -358,8 +356,8 @@ impl Event {
         is_forked_child() || self.slot().is_none()
     }
 
-    /// Gives the event up (`cuEventDestroy`; on the background thread inside a callback, and while something uses it or
-    /// gives work to a stream).
+    /// Gives the event up (`cuEventDestroy`; on the background thread inside a callback, while something uses it, and while
+    /// another call of rstream's may block). In a forked child it does nothing.
     /// Waits that are queued for it are not affected. A second close does nothing.
     pub fn close(&self) {
         if is_forked_child() {

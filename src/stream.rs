@@ -229,15 +229,20 @@ impl Ready<'_> {
         }
     }
 
+    /// An event of the device's pool, recorded behind all that was queued so far.
+    fn record_event(&self) -> Result<RawEvent> {
+        let device = self.raw.device;
+        let event = device.take_event()?;
+        // SAFETY: event and stream are alive and of one context.
+        unsafe { device.driver().cuEventRecord(event.handle(), self.raw.handle) }?;
+        Ok(event)
+    }
+
     /// Keeps `payload` until the stream has passed all that was queued so far.
     pub(crate) fn keep(&self, payload: Box<dyn Any + Send>) {
-        let device = self.raw.device;
-        let recorded = device.take_event().and_then(|event| {
-            // SAFETY: event and stream are alive and of one context.
-            unsafe { device.driver().cuEventRecord(event.handle(), self.raw.handle) }.map(|()| event)
-        });
+        let recorded = self.record_event();
         // SAFETY: the stream is alive, and its context is current.
-        let status = unsafe { capture::status(device.driver(), self.raw.handle) };
+        let status = unsafe { capture::status(self.raw.device.driver(), self.raw.handle) };
         match recorded {
             // Another library has begun a capture just now: the event may be part of it, and must not be asked.
             Ok(_) if status.is_ok_and(|status| status != CaptureStatus::None) => std::mem::forget(payload),
@@ -554,8 +559,8 @@ impl Stream {
         self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
 
-    /// Gives the stream up (`cuStreamDestroy`; on the background thread inside a callback, and while something uses it or
-    /// gives work to a stream).
+    /// Gives the stream up (`cuStreamDestroy`; on the background thread inside a callback, while something uses it, and while
+    /// another call of rstream's may block).
     /// Does not wait for what is queued, which still runs. A second close does nothing.
     pub fn close(&self) {
         let raw = self.inner.raw.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -661,12 +666,11 @@ impl Stream {
         self.wait_raw(&self.alive(api)?, event)
     }
 
-    /// Records `event` in a stream that nobody else knows.
-    pub(crate) fn record_raw_event(&self, api: &Api<'_>, event: &RawEvent) -> Result<()> {
+    /// An event of the device's pool, recorded in a stream that nobody else knows.
+    pub(crate) fn record_raw_event(&self, api: &Api<'_>) -> Result<RawEvent> {
         let ready = self.alive(api)?;
         let _may_block = MayBlock::enter();
-        // SAFETY: both handles are alive and of one context.
-        unsafe { self.inner.device.driver().cuEventRecord(event.handle(), ready.handle()) }
+        ready.record_event()
     }
 
     fn wait_raw(&self, ready: &Ready<'_>, event: &RawEvent) -> Result<()> {
@@ -767,11 +771,8 @@ impl Stream {
                 // Held until this stream has joined.
                 mine._capturing = theirs._capturing.take();
             }
-            let event = device.take_event()?;
             let _may_block = MayBlock::enter();
-            // SAFETY: both handles are alive and of one context.
-            unsafe { device.driver().cuEventRecord(event.handle(), theirs.handle()) }?;
-            event
+            theirs.record_event()?
         };
         let waited = self.wait_raw(&mine, &event);
         // The wait keeps the record of this moment, so the event can be recorded anew.
